@@ -1,0 +1,37 @@
+# Every target makes its own environment in .venv; only Python 3.11 or newer is asked of the machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint types bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   prove that examples/bytelm trains the same under FSDP2, on 2 CPU ranks"
+	@echo "make test   lint, types and all tests"
+	@echo "make bench  step time beside hand-written FSDP2, accelerate and Fabric"
+	@echo "make clean  remove the environment and all outputs"
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardfit needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/bytelm/demo.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) out build dist

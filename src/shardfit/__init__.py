@@ -1,0 +1,48 @@
+"""shardfit: take your own PyTorch training script to fully sharded training (FSDP2).
+
+Public names load on first use: `import shardfit` imports neither torch nor anything
+else outside the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardfit.errors import ShardfitError as ShardfitError
+    from shardfit.findings import Finding as Finding
+    from shardfit.findings import Report as Report
+    from shardfit.plan import MeshShape as MeshShape
+    from shardfit.plan import Plan as Plan
+    from shardfit.plan import Precision as Precision
+    from shardfit.plan import Unit as Unit
+    from shardfit.train.launch import Ranks as Ranks
+    from shardfit.train.launch import init_distributed as init_distributed
+    from shardfit.train.launch import shutdown as shutdown
+    from shardfit.train.mesh import make_mesh as make_mesh
+
+_HOMES = {
+    "shardfit.errors": ("ShardfitError",),
+    "shardfit.findings": ("Finding", "Report"),
+    "shardfit.plan": ("MeshShape", "Plan", "Precision", "Unit"),
+    "shardfit.train.launch": ("Ranks", "init_distributed", "shutdown"),
+    "shardfit.train.mesh": ("make_mesh",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOME_OF.get(name)) is None:
+        raise AttributeError(f"module 'shardfit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

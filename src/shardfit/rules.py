@@ -1,0 +1,90 @@
+"""The catalogue of codes: one fault has one code, whichever tool sees it.
+
+Families: SF1 launch, device, mesh; SF2 build, init, buffers; SF3 units and sharding;
+SF4 precision and offload; SF5 optimizer and step; SF6 data, randomness, parity;
+SF7 checkpoints; SF8 cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardfit.findings import Finding, Severity, Where
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A record of the catalogue.
+
+    Attributes:
+        code: "SF" and three digits.
+        name: kebab-case, for people.
+        severity: see `Finding`.
+        summary: what is wrong, one sentence.
+        fix: what to do, one or two sentences.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    summary: str
+    fix: str
+
+    def finding(self, *, message: str = "", evidence: str = "", where: Where = Where()) -> Finding:  # noqa: B008
+        """A finding of this rule; `message` defaults to the summary."""
+        return Finding(
+            code=self.code,
+            severity=self.severity,
+            message=message or self.summary,
+            where=where,
+            evidence=evidence,
+            fix=self.fix,
+        )
+
+
+_TABLE = (
+    Rule(
+        "SF102",
+        "no-set-device",
+        "error",
+        "the ranks of a host do not each have a device of their own",
+        "Launch with torchrun, at most one process a GPU, and let LOCAL_RANK pick the device.",
+    ),
+    Rule(
+        "SF104",
+        "mesh-shape-hard-coded",
+        "error",
+        "the mesh does not have as many places as there are ranks",
+        "Leave the shard axis out so that it takes what the other axes leave of the world.",
+    ),
+    Rule(
+        "SF301",
+        "root-left-out",
+        "error",
+        "parameters outside every unit are not reduced and drift apart between ranks",
+        "Call fully_shard on the root module last.",
+    ),
+    Rule(
+        "SF303",
+        "root-first",
+        "error",
+        "units must be sharded bottom-up, leaves first",
+        "Shard inner modules before the modules that hold them.",
+    ),
+    Rule(
+        "SF319",
+        "sharded-twice",
+        "error",
+        "fully_shard was called twice on a module",
+        "Name each module in one unit.",
+    ),
+    Rule(
+        "SF501",
+        "optimizer-before-sharding",
+        "error",
+        "the optimizer was built before sharding and holds parameters that the model no longer uses",
+        "Build the optimizer after fully_shard, from the sharded model's parameters.",
+    ),
+)
+
+RULES: dict[str, Rule] = {rule.code: rule for rule in _TABLE}

@@ -1,0 +1,93 @@
+"""How a rank that fails ends the others: quickly, with the first error the one that is shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+_FAILED = "failed"
+_POLL_SECONDS = 0.2
+# Long enough for a peer's own error to be told from the broken connection that it leaves.
+_GRACE_SECONDS = 1.0
+
+
+class FailureWatch:
+    """Tells the store when this rank fails, and ends this rank when another has.
+
+    Without it, a rank whose peer has died waits in its next collective until the time limit
+    (NCCL), or fails with a broken connection that hides the cause (gloo).
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._stopped = threading.Event()
+        # A store's client serves one call at a time: the thread needs a connection of its own.
+        self._thread_store = store.clone()
+        self._thread = threading.Thread(target=self._poll, name="shardfit-failure-watch", daemon=True)
+        self._previous_hook = sys.excepthook
+
+    def start(self) -> None:
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+        self._thread.join(timeout=5)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        first = self._claim()
+        if first is None or first == self._rank:
+            self._previous_hook(kind, error, trace)
+            # torchrun shows the error of the rank that failed first; this is how it learns it.
+            try:
+                raise error.with_traceback(trace)
+            except BaseException as raised:
+                get_error_handler().record_exception(raised)
+        else:
+            last = traceback.format_exception_only(kind, error)[-1].strip()
+            print(f"[rank {self._rank}] ended after rank {first} failed ({last[:200]})", file=sys.stderr)
+        _end(1)
+
+    def _claim(self) -> int | None:
+        """The rank that failed first: this one, unless another was before. None: can't be known."""
+        try:
+            return int(self._store.compare_set(_FAILED, "", str(self._rank)))
+        except (RuntimeError, ValueError):
+            return None
+
+    def _poll(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            try:
+                if not self._thread_store.check([_FAILED]):
+                    continue
+                first = int(self._thread_store.get(_FAILED))
+            except (RuntimeError, ValueError):
+                return  # the store is gone: its host has ended, and collectives will say so
+            if first == self._rank or self._stopped.wait(_GRACE_SECONDS):
+                return
+            print(
+                f"[rank {self._rank}] ended: rank {first} failed (its error is shown there)", file=sys.stderr
+            )
+            _end(1)
+
+
+def _end(status: int) -> None:
+    """End the process at once: a normal exit would wait for collectives that can't complete."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(status)
