@@ -163,6 +163,21 @@ def init_distributed(
     return ranks
 
 
+def current_ranks() -> Ranks:
+    """The `Ranks` that `init_distributed` returned in this process.
+
+    Raises:
+        ShardfitError: it has not been called.
+    """
+    if _run is None:
+        raise ShardfitError(
+            "this process has not joined a run",
+            evidence="init_distributed() has not been called, or shutdown() has",
+            fix="call ranks = init_distributed() at the start of the script",
+        )
+    return _run.ranks
+
+
 def shutdown() -> None:
     """Leave the run: wait for the other ranks, then take the process group down.
 
