@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 
@@ -13,8 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 _FAILED = "failed"
 _POLL_SECONDS = 0.2
-# Long enough for a peer's own error to be told from the broken connection that it leaves.
-_GRACE_SECONDS = 1.0
+# A rank that ends because of another one ends later than it: torchrun takes the earliest failure,
+# in whole seconds, for the cause.
+_GRACE_SECONDS = 1.5
 
 
 class FailureWatch:
@@ -28,8 +31,9 @@ class FailureWatch:
         self._store = store
         self._rank = rank
         self._stopped = threading.Event()
+        self._end_expected = False
         # A store's client serves one call at a time: the thread needs a connection of its own.
-        self._thread_store = store.clone()
+        self._thread_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._thread = threading.Thread(target=self._poll, name="shardfit-failure-watch", daemon=True)
         self._previous_hook = sys.excepthook
 
@@ -37,6 +41,10 @@ class FailureWatch:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         self._thread.start()
+
+    def expect_the_end(self) -> None:
+        """All ranks have left: from now on a store that goes away is no failure."""
+        self._end_expected = True
 
     def stop(self) -> None:
         self._stopped.set()
@@ -47,7 +55,7 @@ class FailureWatch:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        first = self._claim()
+        first = self.claim()
         if first is None or first == self._rank:
             self._previous_hook(kind, error, trace)
             # torchrun shows the error of the rank that failed first; this is how it learns it.
@@ -58,9 +66,10 @@ class FailureWatch:
         else:
             last = traceback.format_exception_only(kind, error)[-1].strip()
             print(f"[rank {self._rank}] ended after rank {first} failed ({last[:200]})", file=sys.stderr)
+            time.sleep(_GRACE_SECONDS)
         _end(1)
 
-    def _claim(self) -> int | None:
+    def claim(self) -> int | None:
         """The rank that failed first: this one, unless another was before. None: can't be known."""
         try:
             return int(self._store.compare_set(_FAILED, "", str(self._rank)))
@@ -72,22 +81,19 @@ class FailureWatch:
             try:
                 if not self._thread_store.check([_FAILED]):
                     continue
-                first = int(self._thread_store.get(_FAILED))
+                first: int | None = int(self._thread_store.get(_FAILED))
+                reason = f"rank {first} failed (its error is shown there)"
             except (RuntimeError, ValueError):
-                return  # the store is gone: its host has ended, and collectives will say so
-            if first == self._rank or self._stopped.wait(_GRACE_SECONDS):
+                first, reason = None, "the host of the store has ended (rank 0, or the launcher)"
+            if first == self._rank or self._stopped.wait(_GRACE_SECONDS) or self._end_expected:
                 return
-            print(
-                f"[rank {self._rank}] ended: rank {first} failed (its error is shown there)", file=sys.stderr
-            )
+            print(f"[rank {self._rank}] ended: {reason}", file=sys.stderr)
             _end(1)
 
 
 def _end(status: int) -> None:
     """End the process at once: a normal exit would wait for collectives that can't complete."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(status)

@@ -81,6 +81,7 @@ class _Run:
     owns_group: bool
     start_timeout_seconds: float
     step_timeout_seconds: float
+    store: dist.Store | None
     watch: FailureWatch | None
     first_step_hook: Any = None
 
@@ -132,7 +133,7 @@ def init_distributed(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     owns_group = not dist.is_initialized()
-    watch = None
+    store = watch = None
     if owns_group:
         store = _join_store(launch, start_timeout_seconds)
         if place.type == "cuda" and launch.world > 1:
@@ -154,7 +155,7 @@ def init_distributed(
             dist.destroy_process_group()
         raise
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), launch.local_rank or 0, place, mesh)
-    _run = _Run(ranks, owns_group, start_timeout_seconds, step_timeout_seconds, watch)
+    _run = _Run(ranks, owns_group, start_timeout_seconds, step_timeout_seconds, store, watch)
     _set_timeout(start_timeout_seconds)
     _run.first_step_hook = register_optimizer_step_post_hook(_after_first_step)
     if watch is not None:
@@ -181,8 +182,9 @@ def current_ranks() -> Ranks:
 def shutdown() -> None:
     """Leave the run: wait for the other ranks, then take the process group down.
 
-    Called while an exception is on its way (in a `finally`), it doesn't wait: the exception
-    ends this rank and then the others. Safe to call twice, or without `init_distributed`.
+    It waits for at most the time limit of a step. Called while an exception is on its way (in
+    a `finally`), it doesn't wait: the exception ends this rank and then the others. Safe to
+    call twice, or without `init_distributed`; called at exit where the script doesn't.
     """
     global _run
     run = _run
@@ -197,11 +199,24 @@ def shutdown() -> None:
     if run.first_step_hook is not None:
         run.first_step_hook.remove()
     if run.owns_group and dist.is_initialized():
-        if run.ranks.world > 1 and not (failing and _failed(failing)):
-            dist.barrier()
-        if run.watch is not None:
+        if run.watch is not None and run.store is not None:
+            if isinstance(failing, SystemExit) and failing.code not in (None, 0):
+                run.watch.claim()
+            else:
+                _leave_together(run.store, run.watch, run.ranks, run.step_timeout_seconds)
             run.watch.stop()
         dist.destroy_process_group()
+
+
+def _leave_together(store: dist.Store, watch: FailureWatch, ranks: Ranks, timeout_seconds: float) -> None:
+    """Wait in the store, not in a collective, which might pair with one that a peer is still in."""
+    store.set(f"left/{ranks.rank}", "")
+    store.wait([f"left/{r}" for r in range(ranks.world)], timedelta(seconds=timeout_seconds))
+    watch.expect_the_end()
+    # Rank 0 may host the store: the others must have read it before it goes.
+    store.set(f"gone/{ranks.rank}", "")
+    if ranks.is_first:
+        store.wait([f"gone/{r}" for r in range(ranks.world)], timedelta(seconds=timeout_seconds))
 
 
 @contextlib.contextmanager
@@ -264,7 +279,8 @@ def _join_store(launch: Launch, timeout_seconds: float) -> dist.Store:
     except dist.DistStoreError as error:
         raise ShardfitError(
             "not all ranks arrived",
-            evidence=f"rank {launch.rank} of {launch.world} waited {timeout_seconds:g} s at {address}: {error}",
+            evidence=f"rank {launch.rank} of {launch.world} waited {timeout_seconds:g} s at {address}: "
+            f"{error}",
             fix="start every rank of the launch, with the same world size",
             exit_status=3,
         ) from None
@@ -290,7 +306,3 @@ def _refuse_shared_devices(store: dist.Store, launch: Launch, device: torch.devi
                 code="SF102",
             )
         seen[name] = rank
-
-
-def _failed(error: BaseException) -> bool:
-    return not (isinstance(error, SystemExit) and error.code in (None, 0))
