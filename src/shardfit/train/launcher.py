@@ -37,7 +37,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         if missing := [name for name in _TORCHRUN if not env.get(name)]:
             raise ShardfitError(
                 "the launcher's environment is incomplete",
-                evidence=f"set: {', '.join(n for n in _TORCHRUN if env.get(n))}; missing: {', '.join(missing)}",
+                evidence=f"set: {', '.join(n for n in _TORCHRUN if env.get(n))}; "
+                f"missing: {', '.join(missing)}",
                 fix="launch with torchrun --nproc-per-node N, or set all four",
                 code="SF103",
             )
