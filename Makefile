@@ -1,11 +1,11 @@
 # Every target makes its own environment in .venv; only Python 3.11 or newer is asked of the machine.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types bench clean
+.PHONY: help demo test lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,9 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/bytelm/demo.py
+	$(BIN)/shardfit parity examples/bytelm/train.py examples/bytelm/train_fsdp2.py \
+	  --ranks 2 --steps 20 --resume-at 10 --resume-ranks 2 4 --resume-args=--resume \
+	  --html out/bytelm-parity.html -- --save-every 10 --eval-every 10
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
