@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardfit.train.launch import init_distributed as init_distributed
     from shardfit.train.launch import shutdown as shutdown
     from shardfit.train.mesh import make_mesh as make_mesh
+    from shardfit.train.shard import plan_of as plan_of
+    from shardfit.train.shard import shard as shard
+    from shardfit.train.units import plan_units as plan_units
 
 _HOMES = {
     "shardfit.errors": ("ShardfitError",),
@@ -30,6 +33,8 @@ _HOMES = {
     "shardfit.plan": ("MeshShape", "Plan", "Precision", "Unit"),
     "shardfit.train.launch": ("Ranks", "init_distributed", "shutdown"),
     "shardfit.train.mesh": ("make_mesh",),
+    "shardfit.train.shard": ("plan_of", "shard"),
+    "shardfit.train.units": ("plan_units",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
