@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shardfit.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from shardfit.checkpoint.checkpointer import load_checkpoint as load_checkpoint
+    from shardfit.checkpoint.checkpointer import save_checkpoint as save_checkpoint
+    from shardfit.checkpoint.manifest import Manifest as Manifest
     from shardfit.errors import ShardfitError as ShardfitError
     from shardfit.findings import Finding as Finding
     from shardfit.findings import Report as Report
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from shardfit.train.units import plan_units as plan_units
 
 _HOMES = {
+    "shardfit.checkpoint.checkpointer": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
+    "shardfit.checkpoint.manifest": ("Manifest",),
     "shardfit.errors": ("ShardfitError",),
     "shardfit.findings": ("Finding", "Report"),
     "shardfit.plan": ("MeshShape", "Plan", "Precision", "Unit"),

@@ -85,6 +85,34 @@ _TABLE = (
         "the optimizer was built before sharding and holds parameters that the model no longer uses",
         "Build the optimizer after fully_shard, from the sharded model's parameters.",
     ),
+    Rule(
+        "SF708",
+        "scheduler-left-out",
+        "error",
+        "a part of the training state is not in the checkpoint, and would start anew on resume",
+        "Give model, optimizer, scheduler, scaler and loader to the checkpointer when saving and resuming.",
+    ),
+    Rule(
+        "SF720",
+        "unchecked-bytes",
+        "error",
+        "a file of the checkpoint is missing, torn or altered",
+        "Restore it from a copy, or resume from another checkpoint.",
+    ),
+    Rule(
+        "SF728",
+        "folder-name-differs-by-rank",
+        "error",
+        "the ranks save to folders with different names, so none of them is whole",
+        "Choose the name on rank 0 and broadcast it, or take it from the launcher's run id.",
+    ),
+    Rule(
+        "SF732",
+        "unfinished-folder-as-newest",
+        "error",
+        "the folder is that of a save that did not end",
+        "Resume from the newest committed checkpoint.",
+    ),
 )
 
 RULES: dict[str, Rule] = {rule.code: rule for rule in _TABLE}
