@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn as nn
@@ -15,41 +18,94 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardfit.plan import Plan, Precision
+from shardfit.plan import MeshShape, Plan, Precision, Unit
+from shardfit.train.agree import refuse_differences
+from shardfit.train.carry import note_parameters, put_back
+from shardfit.train.faults import refuse_faults, refuse_unfit, repeated_blocks
+from shardfit.train.gathered import keep_fresh
 from shardfit.train.launch import Ranks, current_ranks
 from shardfit.train.mesh import mesh_shape
+from shardfit.train.recompute import checkpoint_blocks, compile_blocks
 from shardfit.train.units import plan_units
+
+if TYPE_CHECKING:
+    from shardfit.train.init import Recording
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
-def shard(model: nn.Module, plan: Plan | None = None, ranks: Ranks | None = None) -> nn.Module:
-    """Shard `model` in place by `plan`, and return it."""
-    try:
-        from shardfit.train import init
-    except ImportError:  # until train/init.py is there
-        init = None
+def shard(
+    model: nn.Module,
+    plan: Plan | None = None,
+    ranks: Ranks | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+) -> nn.Module:
+    """Shard `model` in place by `plan` over the data axes of `ranks`, and return it.
 
+    Everything that can be wrong is looked for first: if this raises a ShardfitError that
+    names the plan or the model, the model is as it was. Then, for each unit, leaves first:
+    cast what is trained to the master dtype, move to the device, shard. So a rank never
+    holds more than the model as it came, its shards and one unit.
+
+    After it:
+
+    * Every trainable parameter is a DTensor on the data axes. The parameter objects are new:
+      build the optimizer after it. Ties, attributes set on parameters, and post-accumulate
+      hooks are carried over; paths are the same; units' classes are new subclasses of
+      FSDPModule, so that `isinstance` holds and `type(m) is` doesn't.
+    * Gradients are averages over the data ranks. A parameter that a rank didn't use counts
+      as a zero there (torch 2.13 and later); one that no rank used has a zero gradient, not
+      None. `model.set_reduce_scatter_unused_params(False)` gives torch's own behaviour.
+    * Nothing computes with stale weights after a forward without backward, and
+      `model.parameters()` is always the sharded ones: see `shardfit.train.gathered`.
+
+    A deferred or meta model is filled shard by shard at the end. A model with weights must
+    have the same ones on every rank.
+
+    Args:
+        model: a plain module, or one whose "tensor" axis `parallelize_module` has used.
+        plan: None is plan_units(model).
+        ranks: None is those of init_distributed().
+        weights: a file or folder for `load_weights`, which fills the shards instead of the
+            model's own initialisation; what the file doesn't have is an error.
+
+    Raises:
+        ShardfitError: see `shardfit.train.faults` and `refuse_differences`.
+    """
+    refuse_unfit(model)
     ranks = ranks or current_ranks()
     plan = plan or plan_units(model)
-    recording = init.take_recording(model) if init else None
-    policy = _mixed_precision(plan.precision, root=False)
-    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if plan.offload else OffloadPolicy()
+    plan = plan.replace(mesh=mesh_shape(ranks.mesh)) if _fits_any_mesh(plan) else plan
+    refuse_faults(model, plan, ranks)
+    refuse_differences(model, plan, ranks)
+
+    try:
+        from shardfit.train.init import take_recording
+    except ImportError:
+
+        def take_recording(_):
+            return None
+
+    recording = take_recording(model)
+    carried = note_parameters(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for unit in plan.units:
-        is_root = "" in unit.paths
-        members = [modules[path] for path in unit.paths]
-        _to_master(members, plan.precision)
-        fully_shard(
-            members if len(members) > 1 else members[0],
-            mesh=ranks.data_mesh,
-            reshard_after_forward=unit.reshard,
-            mp_policy=_mixed_precision(plan.precision, root=is_root),
-            offload_policy=offload,
-        )
-    if init and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        init.materialize(model, recording, device=ranks.device)
-    _plans[model] = plan.replace(mesh=mesh_shape(ranks.mesh))
+    blocks = repeated_blocks(modules, plan)
+    if plan.checkpointing != "none":
+        checkpoint_blocks(blocks, plan.checkpointing)
+    if plan.compile:
+        compile_blocks(blocks)
+    firsts = [_shard_unit([modules[path] for path in unit.paths], unit, plan, ranks) for unit in plan.units]
+    put_back(model, carried)
+    _set_prefetch(firsts, plan.prefetch)
+    _skip_gather_in_backward(modules, plan)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+    kept = [first for first, unit in zip(firsts, plan.units, strict=True) if unit.reshard is not True]
+    keep_fresh(model, kept, plan.methods)
+    _fill(model, recording, ranks, weights)
+    _check_sharded(model, ranks)
+    _plans[model] = plan
     return model
 
 
@@ -58,28 +114,82 @@ def plan_of(model: nn.Module) -> Plan | None:
     return _plans.get(model)
 
 
-def _mixed_precision(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
+def _fits_any_mesh(plan: Plan) -> bool:
+    return plan.mesh == MeshShape()
+
+
+def _shard_unit(members: Sequence[nn.Module], unit: Unit, plan: Plan, ranks: Ranks) -> FSDPModule:
+    """Shard the modules of one unit together; returns the first of them."""
+    for member in members:
+        for parameter in member.parameters():
+            _prepare(parameter, plan.precision)
+    fully_shard(
+        list(members) if len(members) > 1 else members[0],
+        mesh=ranks.data_mesh,
+        reshard_after_forward=unit.reshard,
+        mp_policy=_policy(plan.precision, is_root="" in unit.paths),
+        offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+        if plan.offload
+        else OffloadPolicy(),
+    )
+    return cast(FSDPModule, members[0])
+
+
+def _prepare(parameter: nn.Parameter, precision: Precision) -> None:
+    """Cast a parameter to the master dtype, if it is trained, and make it contiguous, as FSDP2 asks."""
+    if isinstance(parameter, DTensor):
+        return
+    master = precision.master and getattr(torch, precision.master)
+    if master and parameter.requires_grad and parameter.is_floating_point():
+        parameter.data = parameter.data.to(master)
+    parameter.data = parameter.data.contiguous()
+
+
+def _policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
     def dtype(name: str | None) -> torch.dtype | None:
         return getattr(torch, name) if name else None
 
     return MixedPrecisionPolicy(
         param_dtype=dtype(precision.param),
         reduce_dtype=dtype(precision.reduce),
-        output_dtype=dtype(precision.output) if root else None,
+        output_dtype=dtype(precision.output) if is_root else None,
         cast_forward_inputs=precision.cast_inputs,
     )
 
 
-def _to_master(members: list[nn.Module], precision: Precision) -> None:
-    """Cast what is trained to the master dtype, while it is still whole: one unit at a time."""
-    if precision.master is None:
+def _set_prefetch(firsts: Sequence[FSDPModule], depth: int) -> None:
+    """Gather `depth` units ahead, in the plan's order; the root (last in it) runs first."""
+    if depth == 0:
         return
-    dtype = getattr(torch, precision.master)
-    for member in members:
-        for parameter in member.parameters():
-            if (
-                parameter.requires_grad
-                and parameter.is_floating_point()
-                and not isinstance(parameter, DTensor)
-            ):
-                parameter.data = parameter.data.to(dtype)
+    order = [firsts[-1], *firsts[:-1]]
+    for index, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+        # In backward the root comes first too: its output's gradient arrives before any other.
+        before = order[:0:-1] if index == 0 else order[index - 1 : 0 : -1]
+        unit.set_modules_to_backward_prefetch(before[:depth])
+
+
+def _skip_gather_in_backward(modules: dict[str, nn.Module], plan: Plan) -> None:
+    """The gradient of a lookup doesn't need the table: don't gather it again for backward."""
+    for unit in plan.units:
+        members = [modules[path] for path in unit.paths]
+        if all(isinstance(member, nn.Embedding) for member in members):
+            cast(FSDPModule, members[0]).set_unshard_in_backward(False)
+
+
+def _fill(
+    model: nn.Module, recording: Recording | None, ranks: Ranks, weights: str | os.PathLike[str] | None
+) -> None:
+    """Write what has no values yet."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        from shardfit.train.init import materialize
+
+        materialize(model, recording, device=ranks.device)
+
+
+def _check_sharded(model: nn.Module, ranks: Ranks) -> None:
+    """What holds after shard, whatever the plan: a failure is a mistake of ours."""
+    axes = set(ranks.data_mesh.mesh_dim_names or ())
+    for path, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{path} is in no unit"
+        assert axes <= set(parameter.device_mesh.mesh_dim_names or ()), f"{path} is not on {axes}"

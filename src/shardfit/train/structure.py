@@ -7,10 +7,10 @@ import inspect
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch.nn as nn
 
@@ -122,20 +122,21 @@ def find_blocks(structure: Structure) -> set[str]:
     (the first block of a stage, which changes the width).
     """
     classes: set[type] = set()
-    _scan(
-        structure,
-        "",
-        lambda item, repeated: repeated and bool(classes.add(type(structure.modules[item])) or True),
-    )
     blocks: set[str] = set()
 
-    def is_block(item: str, repeated: bool) -> bool:
+    def note_class(item: str, repeated: bool) -> bool:
+        if repeated:
+            classes.add(type(structure.modules[item]))
+        return repeated
+
+    def note_block(item: str, _: bool) -> bool:
         if type(structure.modules[item]) not in classes:
             return False
         blocks.add(item)
         return True
 
-    _scan(structure, "", is_block)
+    _scan(structure, "", note_class)
+    _scan(structure, "", note_block)
     return blocks
 
 
@@ -201,21 +202,22 @@ def directly_read(module: nn.Module) -> set[str]:
     counts, `self.head(x)` and `self.head.weight.dtype` don't.
     """
     found = set()
-    for chain in _attribute_chains(type(module)):
-        owner: Any = module
+    for chain in _attribute_chains(cast(Hashable, type(module))):
+        owner = module
         for position, name in enumerate(chain):
-            if isinstance(owner, nn.Module) and name in owner._parameters:
+            if name in dict(owner.named_parameters(recurse=False)):
                 if position and not (position + 1 < len(chain) and chain[position + 1] in _METADATA):
                     found.add(".".join(chain[:position]))
                 break
-            owner = getattr(owner, "_modules", {}).get(name)
-            if owner is None:
+            child = dict(owner.named_children()).get(name)
+            if child is None:
                 break
+            owner = child
     return found
 
 
 @cache
-def _attribute_chains(kind: type) -> frozenset[tuple[str, ...]]:
+def _attribute_chains(kind: Hashable) -> frozenset[tuple[str, ...]]:
     """Chains a.b.c that are read from self in forward, and in methods reached from it."""
     chains: set[tuple[str, ...]] = set()
     waiting, done = ["forward"], set()

@@ -244,7 +244,7 @@ def _untie(structure: Structure, pieces: list[_Piece], apart: set[str]) -> tuple
             first = min(names, key=list(kinds).index)
             joined |= {path: first for path in kinds if joined.get(path, path) in names}
         else:
-            reasons |= {path: "tied" for path in paths}
+            reasons |= dict.fromkeys(paths, "tied")
     for reader, path in _direct_reads(structure):
         for piece in pieces:
             if _within(path, piece.path) and not _within(reader, piece.path):

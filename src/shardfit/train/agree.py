@@ -1,0 +1,86 @@
+"""Whether all ranks hold the same model, before each keeps only its part of it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardfit import _torch
+from shardfit.errors import ShardfitError
+from shardfit.plan import Plan
+from shardfit.train.launch import Ranks
+
+
+def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """Raise, on all ranks alike, where ranks would shard different models.
+
+    Compared over the data axes: the plan, names, shapes and dtypes; and where weights are
+    there already, a checksum of each parameter and buffer, since each rank keeps its own
+    rows of its own copy.
+
+    Raises:
+        ShardfitError: another plan or structure; another value (SF205 for a parameter,
+            SF218 for a buffer).
+    """
+    if ranks.data_world == 1:
+        return
+    kinds = {name: "parameter" for name, _ in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    words = [plan.digest(), *(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors)]
+    outline = int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:8], "big", signed=True)
+    if _differing(torch.tensor([outline]), ranks):
+        raise ShardfitError(
+            "ranks are about to shard different models, or by different plans",
+            evidence=f"rank {ranks.rank} has {len(tensors)} tensors, plan {plan.digest()[:12]}",
+            fix="build the model from the same configuration on every rank",
+        )
+    real = [(name, tensor) for name, tensor in tensors if _torch.has_values(tensor)]
+    if not real:
+        return
+    differing = _differing(torch.stack([_checksum(tensor) for _, tensor in real]), ranks)
+    if differing:
+        names = [real[index][0] for index in differing]
+        is_parameter = names[0] in kinds
+        raise ShardfitError(
+            "the ranks have different weights, and each would keep its rows of its own"
+            if is_parameter
+            else "a buffer differs between ranks",
+            evidence=f"{names[0]} is the first of {len(names)} that differ, of {len(real)}",
+            fix="seed alike on every rank before the model is built (seed_all), or build it within "
+            "deferred(), or load the weights on every rank",
+            code="SF205" if is_parameter else "SF218",
+        )
+
+
+def _differing(values: torch.Tensor, ranks: Ranks) -> list[int]:
+    """Indices at which int64 `values` (1-D) are not the same on all data ranks."""
+    device = ranks.device if _needs_device(ranks.data_mesh) else torch.device("cpu")
+    values = values.to(device)
+    highest = torch.cat([values, ~values])  # ~v = -v - 1 turns the smallest into the largest
+    mesh = ranks.data_mesh
+    for dim in range(mesh.ndim):
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    most, least = highest.chunk(2)
+    return (most != ~least).nonzero().flatten().tolist()
+
+
+def _needs_device(mesh: DeviceMesh) -> bool:
+    return "cpu" not in str(dist.get_backend_config(mesh.get_group(0)))
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum of the bits, as a CPU int64 of no dims: reads each byte once, keeps no copy."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0:
+        return torch.tensor(0)
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    whole = local.detach().contiguous().flatten()
+    widths = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return whole.view(widths[whole.element_size()]).sum(dtype=torch.int64).cpu()
