@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardfit.checkpoint.layout import Slot, list_committed, list_unfinished, next_slot, remove
-from shardfit.checkpoint.load import load
+from shardfit.checkpoint.claim import claim_of
+from shardfit.checkpoint.layout import list_committed
+from shardfit.checkpoint.load import NOT_LOADED, load
 from shardfit.checkpoint.manifest import Manifest
 from shardfit.checkpoint.peers import Peers, find_peers
 from shardfit.checkpoint.random import random_state, set_random_state
-from shardfit.checkpoint.retain import check_policy, choose_expired
-from shardfit.checkpoint.save import Parts, collect, write
+from shardfit.checkpoint.retain import check_policy
+from shardfit.checkpoint.save import NOT_SAVED, Parts, collect, write
 from shardfit.errors import ShardfitError
 from shardfit.train.launch import Ranks, patient
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-
-# Folders in which this process has saved, or from which it has resumed: it may go back in them.
-_continued: set[Path] = set()
 
 
 class Checkpointer:
@@ -83,7 +81,6 @@ class Checkpointer:
             loader=loader,
             extra=extra if extra is not None else {},
         )
-        self._known: set[str] | None = None
 
     def save(self, step: int) -> None:
         """Write a checkpoint of the state after optimizer step `step`, and commit it.
@@ -95,15 +92,23 @@ class Checkpointer:
         from shardfit.train.shard import plan_of
 
         peers = find_peers(self._ranks)
+        claim = claim_of(self.folder)
         with patient():
-            self._agree_on_folder(peers)
-            slot = peers.first(lambda: self._choose_slot(step))
-            made: list[Any] = []
-            peers.each(lambda: made.append(collect(self._parts, peers, random_state)))
-            plan = plan_of(self._parts.model)
-            write(self.folder, slot, made[0], self._parts, peers, plan)
-            peers.first(lambda: self._tidy(slot))
-        _continued.add(self.folder)
+            step = peers.each_own(lambda: _whole_number(step), NOT_SAVED)
+            self._agree(peers, step, NOT_SAVED)
+            content = peers.each_own(lambda: collect(self._parts, peers, random_state), NOT_SAVED)
+            slot, name = peers.first(lambda: claim.begin(step), NOT_SAVED)
+            try:
+                write(self.folder, slot, name, content, self._parts, peers, plan_of(self._parts.model))
+            except ShardfitError:
+                # All ranks have ended: none writes any more.
+                if peers.is_first:
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+                raise
+            peers.first(
+                lambda: claim.settle(slot, keep=self.keep, keep_every=self.keep_every),
+                "the checkpoint is saved, but not all old ones could be deleted",
+            )
 
     def resume(self, step: int | None = None, *, verify: bool = True) -> int | None:
         """Load the newest checkpoint, or that of `step`; returns its step, None where there is none.
@@ -116,23 +121,24 @@ class Checkpointer:
             verify: compare the digest of every file; False: only the sizes.
         """
         peers = find_peers(self._ranks)
+        claim = claim_of(self.folder)
         with patient():
-            self._agree_on_folder(peers)
-            found = peers.first(lambda: self._find(step))
-            if found is None:
-                _continued.add(self.folder)
+            self._agree(peers, step, NOT_LOADED)
+            slot = peers.first(lambda: claim.find(step), NOT_LOADED)
+            if slot is None:
+                claim.continued = True
                 return None
-            slot, manifest = found
+            place = self.folder / slot.name
             load(
-                self.folder / slot.name,
-                manifest,
+                place,
+                peers.first(lambda: Manifest.read(place), NOT_LOADED),
                 self._parts,
                 peers,
                 random_state=random_state,
                 set_random_state=set_random_state,
                 verify=verify,
             )
-        _continued.add(self.folder)
+        claim.continued = True
         return slot.step
 
     def latest(self) -> int | None:
@@ -144,72 +150,17 @@ class Checkpointer:
         """The steps of the committed checkpoints, oldest first."""
         return [slot.step for slot in list_committed(self.folder)]
 
-    def _find(self, step: int | None) -> tuple[Slot, Manifest] | None:
-        committed = list_committed(self.folder)
-        self._known = self._known or self._listing()
-        wanted = [slot for slot in committed if step is None or slot.step == step]
-        if wanted:
-            return wanted[-1], Manifest.read(self.folder / wanted[-1].name)
-        if step is None:
-            return None
-        raise ShardfitError(
-            f"there is no committed checkpoint of step {step}",
-            evidence=f"{self.folder} has {', '.join(str(s.step) for s in committed) or 'none'}",
-            fix="give one of these steps, or none for the newest",
-        )
-
-    def _choose_slot(self, step: int) -> Slot:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ShardfitError("a step is a whole number, from 0", evidence=f"step={step!r}")
-        listing = self._listing()
-        self._known = listing if self._known is None else self._known
-        if strangers := sorted(listing - self._known):
-            raise ShardfitError(
-                "another run saves to the same folder",
-                evidence=f"{', '.join(strangers)} in {self.folder} is not of this run",
-                fix="end one of them, and give each run a folder of its own",
-            )
-        committed = list_committed(self.folder)
-        slot = next_slot(committed, step)
-        if committed and slot.generation > committed[-1].generation and self.folder not in _continued:
-            raise ShardfitError(
-                "the folder holds a later checkpoint than the one to be saved",
-                evidence=f"step {committed[-1].step} in {self.folder}; this run, which did not resume from "
-                f"it, is at step {step}",
-                fix="call resume() first, or save a new run to a folder of its own",
-            )
-        return slot
-
-    def _tidy(self, slot: Slot) -> None:
-        """After the commit: delete what has had its time. A failure here costs no checkpoint."""
-        known = self._known if self._known is not None else set()
-        known.add(slot.name)
-        mine = [s for s in list_committed(self.folder) if s.name in known]
-        try:
-            for expired in choose_expired(mine, keep=self.keep, keep_every=self.keep_every):
-                remove(self.folder, expired)
-                known.discard(expired.name)
-            for name in list_unfinished(self.folder):
-                if name in known or ".deleting-" in name:
-                    shutil.rmtree(self.folder / name)
-                    known.discard(name)
-        except OSError as error:
-            warnings.warn(f"an old checkpoint could not be deleted: {error}", stacklevel=2)
-
-    def _listing(self) -> set[str]:
-        return {slot.name for slot in list_committed(self.folder)} | {
-            name for name in list_unfinished(self.folder) if ".saving-" in name
-        }
-
-    def _agree_on_folder(self, peers: Peers) -> None:
-        folders = peers.each(lambda: str(self.folder))
-        if len(set(folders)) > 1:
-            raise ShardfitError(
-                "the ranks do not have the same checkpoint folder",
-                evidence=", ".join(f"rank {rank}: {folder}" for rank, folder in enumerate(folders[:4])),
-                fix="choose the name on rank 0 and broadcast it, or take it from the launcher's run id",
-                code="SF728",
-            )
+    def _agree(self, peers: Peers, step: int | None, what: str) -> None:
+        """All ranks are at the same call, before any of them acts."""
+        calls = peers.each(lambda: (str(self.folder), step), what)
+        for name, values in zip(("folder", "step"), zip(*calls, strict=True), strict=True):
+            if len(set(values)) > 1:
+                raise ShardfitError(
+                    f"the ranks do not have the same checkpoint {name}",
+                    evidence=", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:4])),
+                    fix="choose it on rank 0 and broadcast it, or take it from what all ranks share",
+                    code="SF728" if name == "folder" else None,
+                )
 
 
 def save_checkpoint(folder: str | os.PathLike[str], step: int, *, model: nn.Module, **parts: Any) -> None:
@@ -227,6 +178,16 @@ def load_checkpoint(
 ) -> int | None:
     """`Checkpointer(folder, model=model, **parts).resume(step)`; without an optimizer: weights only."""
     return Checkpointer(folder, model=model, **parts).resume(step, verify=verify)
+
+
+def _whole_number(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ShardfitError("a step is a whole number, from 0", evidence=f"step={step!r}")
+    return number
 
 
 def _as_list(value: Any) -> list[Any]:

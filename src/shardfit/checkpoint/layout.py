@@ -13,6 +13,7 @@ reached the disk. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -48,13 +49,18 @@ class Slot:
 def parse_slot(name: str) -> Slot | None:
     """The slot that a folder's name stands for. None: it is no checkpoint's name."""
     match = _COMMITTED.fullmatch(name)
-    return Slot(int(match[2] or 0), int(match[1])) if match else None
+    slot = Slot(int(match[2] or 0), int(match[1])) if match else None
+    return slot if slot is not None and slot.name == name else None
+
+
+def list_named(folder: Path) -> list[Slot]:
+    """All folders with a checkpoint's final name, oldest first."""
+    return sorted(slot for name in _names(folder) if (slot := parse_slot(name)) is not None)
 
 
 def list_committed(folder: Path) -> list[Slot]:
-    """The committed checkpoints, oldest first; those without a manifest are left out."""
-    slots = [slot for name in _names(folder) if (slot := parse_slot(name)) is not None]
-    return sorted(slot for slot in slots if (folder / slot.name / MANIFEST).is_file())
+    """The committed checkpoints, oldest first: those of `list_named` that have a manifest."""
+    return [slot for slot in list_named(folder) if (folder / slot.name / MANIFEST).is_file()]
 
 
 def list_unfinished(folder: Path) -> list[str]:
@@ -62,16 +68,11 @@ def list_unfinished(folder: Path) -> list[str]:
     return sorted(name for name in _names(folder) if _UNFINISHED.fullmatch(name))
 
 
-def next_slot(committed: Iterable[Slot], step: int) -> Slot:
+def next_slot(named: Iterable[Slot], step: int) -> Slot:
     """The slot of a new checkpoint at `step`: greater than all that are there."""
-    newest = max(committed, default=Slot(0, -1))
+    newest = max(named, default=Slot(0, -1))
     slot = Slot(newest.generation, step)
     return slot if slot > newest else Slot(newest.generation + 1, step)
-
-
-def saving_name(slot: Slot) -> str:
-    """A name, never used before, under which `slot` is written."""
-    return f".{slot.name}.saving-{secrets.token_hex(6)}"
 
 
 def commit(folder: Path, name: str, slot: Slot) -> None:
@@ -93,6 +94,10 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems can't sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

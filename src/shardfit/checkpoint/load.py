@@ -6,11 +6,13 @@ manifest, names, shapes, dtypes and groups against the live model and optimizer,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from shardfit.checkpoint.state import (
 )
 from shardfit.checkpoint.values import decode, dtype_name, encode
 from shardfit.checkpoint.verify import find_damage
-from shardfit.errors import ShardfitError
+from shardfit.errors import EXIT_COULD_NOT_RUN, ShardfitError
+
+NOT_LOADED = "the checkpoint could not be loaded; nothing was changed"
 
 
 @dataclass
@@ -82,28 +86,29 @@ def load(
         ShardfitError: it is damaged (SF720) or does not fit, with everything that is wrong;
             nothing has been touched then.
     """
-    peers.each(lambda: _check_files(place, manifest, peers, verify))
-    shared = peers.first(lambda: json.loads((place / SHARED).read_bytes()))
+    peers.each(lambda: _check_files(place, manifest, peers, verify), NOT_LOADED)
+    shared = peers.first(lambda: json.loads((place / SHARED).read_bytes()), NOT_LOADED)
     own = _read_own(place, manifest, peers)
-    ready = _share(peers, lambda: _prepare(manifest, parts, peers, shared, own, random_state))
+    ready = peers.each_own(lambda: _prepare(manifest, parts, peers, shared, own, random_state), NOT_LOADED)
     if ready.extra_tensors:
-        peers.each(lambda: _read(place, ready.extra_tensors, peers))
+        peers.each(lambda: _read(place, ready.extra_tensors, peers), NOT_LOADED)
     undo: list[Callable[[], None]] = []
     try:
-        peers.each(lambda: _load_objects(ready, undo))
+        peers.each(lambda: _load_objects(ready, parts.loader, undo), NOT_LOADED)
     except ShardfitError:
         for step in reversed(undo):
-            step()
+            with contextlib.suppress(Exception):  # that of the part that has just refused
+                step()
         raise
     try:
-        peers.each(lambda: _read(place, ready.tensors, peers))
-        peers.each(lambda: _give_back(parts, ready))
+        peers.each(lambda: _read(place, ready.tensors, peers), NOT_LOADED)
+        peers.each(lambda: _give_back(parts, ready), NOT_LOADED)
     except ShardfitError as error:
         raise ShardfitError(
             "the checkpoint was whole, but could not be read to its end",
             evidence=error.evidence or error.what,
             fix="don't train on: weights may be part old, part new; start the processes again",
-            exit_status=3,
+            exit_status=EXIT_COULD_NOT_RUN,
         ) from error
     parts.extra.update(ready.values)
     set_random_state(ready.random)
@@ -117,7 +122,7 @@ def _check_files(place: Path, manifest: Manifest, peers: Peers, digests: bool) -
         raise ShardfitError(
             "the checkpoint is damaged; nothing was loaded",
             evidence="; ".join(finding.evidence for finding in damage) + f" (in {place})",
-            fix="restore these files from a copy, or resume from another checkpoint",
+            fix="restore these files from a copy, or resume from another checkpoint: resume(step=...)",
             code="SF720",
         )
 
@@ -130,17 +135,8 @@ def _read_own(place: Path, manifest: Manifest, peers: Peers) -> list[dict[str, A
         return data
 
     if manifest.world == peers.world and manifest.mesh == peers.mesh:
-        mine: list[list[dict[str, Any]]] = []
-        peers.each(lambda: mine.append([read(peers.rank)]))
-        return mine[0]
-    return peers.first(lambda: [read(rank) for rank in range(manifest.world)])
-
-
-def _share(peers: Peers, action: Callable[[], _Ready]) -> _Ready:
-    """`peers.each` for a value that must not be sent."""
-    made: list[_Ready] = []
-    peers.each(lambda: made.append(action()))
-    return made[0]
+        return peers.each_own(lambda: [read(peers.rank)], NOT_LOADED)
+    return peers.first(lambda: [read(rank) for rank in range(manifest.world)], NOT_LOADED)
 
 
 def _prepare(
@@ -158,11 +154,12 @@ def _prepare(
     ready = _Ready(
         model,
         {param: renamed.get(name, name) for param, name in name_params(parts.model).items()},
-        decode(shared["model"]),
+        {},
         tensors={
             f"model.{renamed[name]}": tensor for name, tensor in model.tensors.items() if name in renamed
         },
     )
+    ready.objects = decode(shared["model"], _reader({}, saved, ready))
     if set(ready.objects) != set(model.objects):
         problems.append(f"extra state of modules: saved {sorted(ready.objects)}, now {sorted(model.objects)}")
     _prepare_optimizers(parts, shared, saved, ready, problems)
@@ -377,12 +374,12 @@ def _read(place: Path, tensors: dict[str, Tensor], peers: Peers) -> None:
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(place), no_dist=peers.alone)
 
 
-def _load_objects(ready: _Ready, undo: list[Callable[[], None]]) -> None:
-    for index, (part, state) in enumerate(ready.steps):
-        # The loader is last: to ask some for their state starts their workers, so it has no way back.
-        if index < len(ready.steps) - 1:
+def _load_objects(ready: _Ready, loader: Any, undo: list[Callable[[], None]]) -> None:
+    for part, state in ready.steps:
+        # The loader is last and has no way back: to ask some for their state starts their workers.
+        if part is not loader:
             before = copy.deepcopy(part.state_dict())
-            undo.append(lambda part=part, before=before: part.load_state_dict(before))  # type: ignore[misc]
+            undo.append(partial(part.load_state_dict, before))
         part.load_state_dict(state)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardfit.errors import ShardfitError
+from shardfit.errors import EXIT_COULD_NOT_RUN, ShardfitError
 from shardfit.train.launch import Ranks, current_ranks
 
 T = TypeVar("T")
@@ -37,25 +37,39 @@ class Peers:
         """True where there is no process group: nothing is sent."""
         return not dist.is_initialized()
 
-    def each(self, action: Callable[[], T]) -> list[T]:
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0: the one that commits."""
+        return self.rank == 0
+
+    def each(self, action: Callable[[], T], what: str) -> list[T]:
         """Run `action` on every rank; the values of all, by rank.
 
         No rank goes on before all have ended it. If it fails on any rank, all raise alike.
+
+        Args:
+            what: the error's first line, where what was raised is no ShardfitError.
         """
         value: T | None = None
         error: Exception | None = None
         try:
             value = action()
         except (Exception, CheckpointException) as raised:  # the latter is a BaseException
-            error = as_error(raised)
+            error = _as_error(raised, what)
         outcomes = self._gather((value, error))
         if any(failed for _, failed in outcomes):
             raise _joined([failed for _, failed in outcomes]) from error
         return [done for done, _ in outcomes]
 
-    def first(self, action: Callable[[], T]) -> T:
+    def each_own(self, action: Callable[[], T], what: str) -> T:
+        """`each`, where the value stays on its rank."""
+        made: list[T] = []
+        self.each(lambda: made.append(action()), what)
+        return made[0]
+
+    def first(self, action: Callable[[], T], what: str) -> T:
         """Run `action` on rank 0; its value on every rank. If it fails, all raise alike."""
-        return self.each(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        return self.each(lambda: action() if self.rank == 0 else None, what)[0]  # type: ignore[return-value]
 
     def _gather(self, outcome: Any) -> list[Any]:
         if self.alone:
@@ -85,8 +99,7 @@ def find_peers(ranks: Ranks | None = None) -> Peers:
     return Peers()
 
 
-def as_error(error: BaseException) -> ShardfitError:
-    """Any failure of a save or a load, as the one kind that is raised."""
+def _as_error(error: BaseException, what: str) -> ShardfitError:
     if isinstance(error, ShardfitError):
         return error
     if isinstance(error, CheckpointException):
@@ -94,7 +107,9 @@ def as_error(error: BaseException) -> ShardfitError:
         evidence = "; ".join(f"rank {rank}: {text}" for text, rank in parts.items())
     else:
         evidence = f"{type(error).__name__}: {error}"
-    return ShardfitError("the files of a checkpoint could not be written or read", evidence=evidence)
+    made = ShardfitError(what, evidence=evidence, exit_status=EXIT_COULD_NOT_RUN)
+    made.__cause__ = error
+    return made
 
 
 def _joined(errors: list[ShardfitError | None]) -> ShardfitError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardfit import __version__
-from shardfit.checkpoint.layout import MANIFEST, Slot, commit, saving_name, sync, write_file
+from shardfit.checkpoint.layout import MANIFEST, Slot, commit, sync, write_file
 from shardfit.checkpoint.manifest import Manifest, SavedFile, SavedTensor, measure_file
 from shardfit.checkpoint.peers import Peers
 from shardfit.checkpoint.state import model_state, name_params, optimizer_state
@@ -32,6 +31,7 @@ from shardfit.plan import Plan
 
 SHARED = "state.json"
 PLAN = "plan.json"
+NOT_SAVED = "the checkpoint could not be saved; those before it are as they were"
 
 
 def own_file(rank: int) -> str:
@@ -91,6 +91,8 @@ def collect(parts: Parts, peers: Peers, random_state: Callable[[], Any]) -> Cont
     def put(path: str, value: Tensor) -> Any:
         if not isinstance(value, DTensor) and value.ndim == 0:
             return None
+        if path in content.tensors:
+            raise ShardfitError("two tensors of the state have one name", evidence=path, fix="rename one")
         content.tensors[path] = value.detach()
         return {"!sharded" if isinstance(value, DTensor) else "!stored": path}
 
@@ -98,9 +100,9 @@ def collect(parts: Parts, peers: Peers, random_state: Callable[[], Any]) -> Cont
         content.tensors[f"model.{name}"] = tensor
     content.aliases = {f"model.{alias}": f"model.{name}" for alias, name in model.aliases.items()}
     shared: dict[str, Any] = {
-        "model": encode(model.objects, "model", put),
+        "model": encode(model.objects, "module", put),
         "optimizer": [encode(optimizer_state(o, names), "optimizer", put) for o in parts.optimizers],
-        "scheduler": [encode(s.state_dict(), "scheduler", put) for s in parts.schedulers],
+        "scheduler": [encode(s.state_dict(), f"scheduler.{i}", put) for i, s in enumerate(parts.schedulers)],
         "extra": {
             name: encode(value.state_dict() if is_stateful(value) else value, f"extra.{name}", put)
             for name, value in parts.extra.items()
@@ -116,27 +118,25 @@ def collect(parts: Parts, peers: Peers, random_state: Callable[[], Any]) -> Cont
 
 
 def write(
-    folder: Path, slot: Slot, content: Content, parts: Parts, peers: Peers, plan: Plan | None
+    folder: Path,
+    slot: Slot,
+    name: str,
+    content: Content,
+    parts: Parts,
+    peers: Peers,
+    plan: Plan | None,
 ) -> Manifest:
-    """Write a checkpoint and commit it. Called on all ranks; all raise alike.
+    """Write a checkpoint into `folder / name` and commit it. On all ranks; all raise alike.
 
     Raises:
         ShardfitError: it could not be written; nothing is committed then, and what had been
             written is deleted.
     """
-    name = peers.first(lambda: _begin(folder, slot))
     place = folder / name
-    try:
-        peers.each(lambda: _write_tensors(place, content.tensors, peers))
-        written = peers.each(lambda: _write_rest(place, content, peers, plan))
-        files = [file for of_rank in written for file in of_rank]
-        return peers.first(lambda: _commit(folder, name, slot, content, parts, peers, plan, files))
-    except ShardfitError:
-        # All ranks have ended: none writes any more.
-        if peers.rank == 0:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(place)
-        raise
+    peers.each(lambda: _write_tensors(place, content.tensors, peers), NOT_SAVED)
+    written = peers.each(lambda: _write_rest(place, content, peers, plan), NOT_SAVED)
+    files = [file for of_rank in written for file in of_rank]
+    return peers.first(lambda: _commit(folder, name, slot, content, parts, peers, plan, files), NOT_SAVED)
 
 
 def is_stateful(value: Any) -> bool:
@@ -150,13 +150,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _begin(folder: Path, slot: Slot) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = saving_name(slot)
-    (folder / name).mkdir()
-    return name
 
 
 def _write_tensors(place: Path, tensors: dict[str, Tensor], peers: Peers) -> None:
