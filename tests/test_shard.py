@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from model_zoo import LIBRARY, PLAIN, build, run
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from shardfit import Plan, Precision, plan_of, plan_units, shard
+from model_zoo import LIBRARY, PLAIN, build, run
+from ranks import run_ranks
+from shardfit import plan_of, plan_units, shard
 
 
 def train_both(ranks, kind, steps=2, **options):
