@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardfit.train.shard import plan_of as plan_of
     from shardfit.train.shard import shard as shard
     from shardfit.train.units import plan_units as plan_units
+    from shardfit.train.weights import load_weights as load_weights
 
 _HOMES = {
     "shardfit.checkpoint.checkpointer": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
@@ -41,6 +42,7 @@ _HOMES = {
     "shardfit.train.mesh": ("make_mesh",),
     "shardfit.train.shard": ("plan_of", "shard"),
     "shardfit.train.units": ("plan_units",),
+    "shardfit.train.weights": ("load_weights",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
