@@ -144,6 +144,19 @@ class Shared(nn.Module):
         return x
 
 
+class Branches(nn.Module):
+    """Uses one branch or the other by the sign of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+        self.left, self.right, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.base(x)
+        return self.left(x) if x.flatten()[0] < 0 else self.right(x)
+
+
 def mlp():
     layers = [nn.Linear(8, 32), nn.ReLU()]
     for _ in range(3):

@@ -81,14 +81,21 @@ def _wrapped(model: nn.Module) -> Iterator[ShardfitError]:
             )
             return
     # A wrapper that was made before keeps every whole parameter alive.
-    for held in gc.get_objects():
-        if issubclass(type(held), DistributedDataParallel) and held.module is model:
+    if _is_in_ddp(model):
+        gc.collect()
+        if _is_in_ddp(model):
             yield ShardfitError(
                 "the model is inside a DistributedDataParallel that is still alive",
                 evidence="it holds all parameters whole, beside the shards",
                 fix="don't wrap the model in DDP",
                 code="SF324",
             )
+
+
+def _is_in_ddp(model: nn.Module) -> bool:
+    return any(
+        issubclass(type(held), DistributedDataParallel) and held.module is model for held in gc.get_objects()
+    )
 
 
 def _mesh_faults(plan: Plan, ranks: Ranks) -> Iterator[ShardfitError]:

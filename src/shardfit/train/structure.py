@@ -7,9 +7,9 @@ import inspect
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch.nn as nn
@@ -24,7 +24,6 @@ class Structure:
     Attributes:
         modules: each distinct module once, by the first path that leads to it.
         all_modules: all paths, those of shared modules too.
-        numel: elements of all parameters, tied ones once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +32,11 @@ class Structure:
         self.all_modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         self.all_paths = list(self.all_modules)
         self._first = {id(module): path for path, module in self.modules.items()}
-        self.numel = self.numel_of([""])
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return self.numel_of([""])
 
     def first_path(self, path: str) -> str:
         """The path under which the module at `path` is known in `modules`."""
@@ -105,7 +108,7 @@ def sequences(structure: Structure, path: str) -> list[Run]:
     if isinstance(module, nn.Sequential | nn.ModuleList) or (
         isinstance(module, nn.ModuleDict) and all(re.search(r"\d", key) for key in module)
     ):
-        return [Run(path, tuple(children))] if children else []
+        return [Run(f"{path}[]", tuple(children))] if children else []
     if isinstance(module, nn.ModuleDict):
         return []
     stems: dict[str, list[str]] = {}
@@ -176,20 +179,16 @@ def _is_stage(structure: Structure, path: str) -> bool:
                 and alike[0][1] > 1
                 and 2 * structure.numel_of(run.paths) >= whole
                 and not _are_experts(inner)
-                and not _has_router(structure.modules[path], run, len(items))
+                and not _has_router(structure.modules[path], items)
             ):
                 return True
     return False
 
 
-def _has_router(module: nn.Module, run: Run, count: int) -> bool:
-    """Whether something beside the run has as many outputs as the run has items."""
-    name = run.name.rpartition(".")[2]
-    return any(
-        count in parameter.shape
-        for path, parameter in module.named_parameters()
-        if not path.startswith(name + ".")
-    )
+def _has_router(module: nn.Module, items: Sequence[nn.Module]) -> bool:
+    """Whether something beside the items has a dim as long as they are many: it chooses among them."""
+    within = {id(parameter) for item in items for parameter in item.parameters()}
+    return any(len(items) in p.shape for p in module.parameters() if id(p) not in within)
 
 
 # Weights that are read without calling their module

@@ -6,8 +6,10 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.nn as nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardfit.errors import ShardfitError
 from shardfit.plan import Checkpointing, MeshShape, Plan, Precision, Unit
@@ -19,6 +21,7 @@ from shardfit.train.structure import (
     is_embedding,
     is_leaf,
     sequences,
+    signature,
 )
 
 # A collective pays for itself from about this many elements on (4 MB in fp32).
@@ -27,6 +30,9 @@ MIN_UNIT_NUMEL = 2**20
 MIN_UNIT_FRACTION = 1 / 16
 # A module without repeated blocks that holds more than this part is divided further.
 DIVIDE_FRACTION = 1 / 4
+
+# Begins the name of a sequence whose pieces have to be one unit.
+_TOGETHER = "together, "
 
 Pattern = str | Sequence[str] | Unit
 
@@ -74,6 +80,12 @@ def plan_units(
         ShardfitError: a pattern that matches nothing, or a container without forward
             (SF308); a module named twice (SF319).
     """
+    if lazy := [path for path, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise ShardfitError(
+            "a lazy parameter has no shape yet",
+            evidence=", ".join(lazy),
+            fix="run one forward on a small input first",
+        )
     structure = Structure(model)
     found = _by_hand(structure, units) if units is not None else _by_structure(structure)
     return Plan(
@@ -196,7 +208,27 @@ def _cut(structure: Structure, blocks: set[str]) -> list[_Piece]:
             )
 
     visit("")
-    return pieces
+    return _mark_alternatives(structure, pieces)
+
+
+def _mark_alternatives(structure: Structure, pieces: list[_Piece]) -> list[_Piece]:
+    """Make siblings that are alike, but no sequence, one run.
+
+    They may be alternatives (a head for each task). As units of their own, ranks that choose
+    different ones would mix their weights without an error: gathers of equal size pair up.
+    """
+    alike: dict[tuple[Any, ...], list[_Piece]] = {}
+    for piece in pieces:
+        if not piece.sequence and not piece.is_block:
+            parent = piece.path.rpartition(".")[0]
+            alike.setdefault((parent, signature(structure.modules[piece.path])), []).append(piece)
+    runs = {
+        piece.path: f"{_TOGETHER}alike: {group[0].path}"
+        for group in alike.values()
+        if len(group) > 1
+        for piece in group
+    }
+    return [replace(piece, sequence=runs.get(piece.path, piece.sequence)) for piece in pieces]
 
 
 def _shared_units(structure: Structure, pieces: Sequence[_Piece]) -> list[Unit]:
@@ -250,7 +282,7 @@ def _untie(structure: Structure, pieces: list[_Piece], apart: set[str]) -> tuple
             if _within(path, piece.path) and not _within(reader, piece.path):
                 reasons.setdefault(piece.path, f"read by the forward of {reader or 'the root'}")
     left = [
-        replace(piece, sequence=f"tied to {joined[piece.path]}") if piece.path in joined else piece
+        replace(piece, sequence=f"{_TOGETHER}tied: {joined[piece.path]}") if piece.path in joined else piece
         for piece in pieces
         if piece.path not in reasons
     ]
@@ -291,21 +323,22 @@ def _join(structure: Structure, pieces: list[_Piece], smallest: int) -> tuple[li
         else:
             small.append(piece.path)
     for name, run in runs.items():
-        for group in _groups(run, smallest, whole=name.startswith("tied to ")):
+        for group in _groups(run, smallest, whole=name.startswith(_TOGETHER)):
             members = [piece for _, piece in group]
-            numel = structure.numel_of([piece.path for piece in members])
-            if numel < smallest and not any(piece.is_block for piece in members):
-                small += [piece.path for piece in members]
+            paths = tuple(piece.path for piece in members)
+            if structure.numel_of(paths) < smallest and not any(piece.is_block for piece in members):
+                small += paths
                 continue
-            # Siblings that may be alternatives stay gathered: only the last one's output
-            # gathers a joined unit again in backward.
-            safe = len(members) == 1 or all(piece.chained for piece in members)
+            # In backward a joined unit is gathered when the gradient of its last member's output
+            # comes, so one whose members may not be a chain has to stay gathered.
+            chained = all(piece.chained for piece in members) or all(p.is_embedding for p in members)
             why = _why(structure, members[0])
             if len(members) > 1:
-                why = f"{len(members)} x {why}" + ("" if name.startswith("tied") else ", joined: small")
-            if name.startswith("tied to "):
-                why += ", they share a parameter"
-            units.append((group[0][0], Unit(paths=tuple(p.path for p in members), reshard=safe, why=why)))
+                because = name.removeprefix(_TOGETHER).partition(":")[0]
+                because = because if name.startswith(_TOGETHER) else "small"
+                why = f"{len(members)} x {why}, together: {because}"
+            unit = Unit(paths=paths, reshard=len(members) == 1 or chained, why=why)
+            units.append((group[0][0], unit))
     ordered = [unit for _, unit in sorted(units, key=lambda item: item[0])]
     if tail:
         ordered.append(
