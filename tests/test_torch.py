@@ -30,3 +30,54 @@ def time_out(ranks):
 
 def test_set_group_timeout_bounds_a_collective():
     assert "1500ms" in run_ranks(time_out)[0]
+
+
+def test_in_backward_is_told_inside_a_backward_only():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(_torch.in_backward()))
+    seen.append(_torch.in_backward())
+    y.backward()
+    seen.append(_torch.in_backward())
+    assert seen == [False, True, False]
+
+
+def test_hooks_and_attributes_of_parameters():
+    p = torch.nn.Parameter(torch.ones(1))
+    assert _torch.tensor_hooks(p) == []
+    assert _torch.post_accumulate_grad_hooks(p) == []
+    assert _torch.attributes_of(p) == {}
+    p.register_hook(abs)
+    p.register_post_accumulate_grad_hook(repr)
+    p.decay = False
+    assert _torch.tensor_hooks(p) == [abs]
+    assert _torch.post_accumulate_grad_hooks(p) == [repr]
+    assert _torch.attributes_of(p) == {"decay": False}
+
+
+def test_has_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert _torch.has_values(torch.ones(1))
+    assert not _torch.has_values(torch.ones(1, device="meta"))
+    with FakeTensorMode():
+        assert not _torch.has_values(torch.ones(1))
+
+
+def test_no_dynamo_keeps_a_function_out_of_compilation():
+    compiling = []
+
+    @_torch.no_dynamo
+    def outside(x):
+        compiling.append(torch.compiler.is_compiling())
+        return x
+
+    torch.compile(lambda x: outside(x + 1) + 1, backend="eager")(torch.ones(1))
+    assert compiling == [False]
+
+
+def test_costly_operators_are_products_and_attention():
+    found = {str(operator) for operator in _torch.costly_operators()}
+    assert {"aten.mm.default", "aten.bmm.default", "aten.convolution.default"} <= found
+    assert any("attention" in name for name in found)

@@ -119,7 +119,7 @@ class Unit:
     num_params: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "paths", tuple(self.paths))
+        object.__setattr__(self, "paths", _names("a unit's paths", self.paths))
         if not self.paths:
             raise ShardfitError("a unit needs at least one module path", fix='the root\'s path is ""')
 
@@ -153,7 +153,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", tuple(self.units))
-        object.__setattr__(self, "methods", tuple(self.methods))
+        object.__setattr__(self, "methods", _names("methods", self.methods))
         if self.checkpointing not in ("none", "full", "selective"):
             raise ShardfitError(
                 "unknown activation checkpointing",
@@ -243,7 +243,7 @@ class Plan:
         units = data.pop("units", None)
         if not isinstance(units, list | tuple):
             raise ShardfitError("a plan needs a list of units", evidence=f"{origin}: units={units!r}")
-        return _build(
+        plan: Plan = _build(
             cls,
             {
                 **data,
@@ -253,19 +253,27 @@ class Plan:
             },
             origin,
         )
+        return plan
 
     def __str__(self) -> str:
+        mesh, precision = self.mesh, self.precision
         lines = [
             f"plan: {len(self.units)} units, {sum(u.num_params for u in self.units):,} parameters, "
-            f"mesh replicate={self.mesh.replicate} shard={self.mesh.shard or 'rest'} tensor={self.mesh.tensor}",
-            f"  precision param={self.precision.param or 'as stored'} reduce={self.precision.reduce or 'as stored'}"
-            f" master={self.precision.master or 'as built'}; offload={self.offload}; "
+            f"mesh replicate={mesh.replicate} shard={mesh.shard or 'rest'} tensor={mesh.tensor}",
+            f"  precision param={precision.param or 'as stored'} reduce={precision.reduce or 'as stored'} "
+            f"master={precision.master or 'as built'}; offload={self.offload}; "
             f"checkpointing={self.checkpointing}; compile={self.compile}; prefetch={self.prefetch}",
         ]
         for unit in self.units:
             names = ", ".join(path or "(root)" for path in unit.paths)
             lines.append(f"  {names}  {unit.num_params:,}  reshard={unit.reshard}  {unit.why}")
         return "\n".join(lines)
+
+
+def _names(what: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    raise ShardfitError(f"{what} are a list of strings", evidence=repr(names), fix='such as ["layers.0"]')
 
 
 def _ancestors(path: str) -> list[str]:

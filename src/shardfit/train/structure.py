@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import re
 import types
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -81,9 +81,18 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Class, and names and shapes of all parameters: equal for repetitions of a block."""
+    """Class, and names and shapes of all parameters."""
     parameters = module.named_parameters(remove_duplicate=False)
-    return (type(module), tuple((name, tuple(p.shape)) for name, p in parameters))
+    return (type(module), frozenset((name, tuple(p.shape)) for name, p in parameters))
+
+
+def are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Repetitions of a block: one class, and at least half of all names and shapes in common.
+
+    Not all of them: the first block of a stack often has something more (T5's position bias).
+    """
+    (kind, mine), (other_kind, theirs) = signature(one), signature(other)
+    return kind is other_kind and 2 * len(mine & theirs) >= len(mine | theirs)
 
 
 # Repetition
@@ -119,7 +128,7 @@ def sequences(structure: Structure, path: str) -> list[Run]:
 
 
 def find_blocks(structure: Structure) -> set[str]:
-    """Paths of the repeated blocks: modules with children whose like occurs in the same run.
+    """Paths of the repeated blocks: modules with children, of which another in the same run is alike.
 
     A class that repeats with equal shapes somewhere also counts where its shapes differ
     (the first block of a stage, which changes the width).
@@ -152,8 +161,9 @@ def _scan(structure: Structure, path: str, take: Callable[[str, bool], bool]) ->
         if is_leaf(module) or not structure.numel_of([child]):
             continue
         if child in in_run and is_called(module) and not _are_experts(path):
-            count = Counter(signature(structure.modules[item]) for item in in_run[child].paths)
-            repeated = count[signature(module)] > 1
+            repeated = any(
+                are_alike(module, structure.modules[item]) for item in in_run[child].paths if item != child
+            )
             if not (repeated and _is_stage(structure, child)) and take(child, repeated):
                 continue
         if not _are_experts(child):
@@ -173,10 +183,8 @@ def _is_stage(structure: Structure, path: str) -> bool:
     for inner in [path, *(p for p in structure.children(path) if not is_called(structure.modules[p]))]:
         for run in sequences(structure, inner):
             items = [structure.modules[item] for item in run.paths]
-            alike = Counter(signature(item) for item in items if not is_leaf(item)).most_common(1)
             if (
-                alike
-                and alike[0][1] > 1
+                any(are_alike(one, other) for one, other in itertools.pairwise(items) if not is_leaf(one))
                 and 2 * structure.numel_of(run.paths) >= whole
                 and not _are_experts(inner)
                 and not _has_router(structure.modules[path], items)
