@@ -96,6 +96,29 @@ def test_another_dtype_is_cast_and_said(tmp_path):
     assert result.casts["norm.weight"] == "bfloat16 -> float32"
 
 
+def shard_and_load(ranks, source, tied):
+    with torch.device("meta"):
+        model = LanguageModel(vocab=41, tied=tied)
+        model.register_buffer("steps", torch.tensor(0))
+    model.norm.weight.decay = False
+    shard(model, None, ranks, weights=source)
+    assert model.norm.weight.decay is False
+    before = [p.to_local().data_ptr() for p in model.parameters()]
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    assert before == [p.to_local().data_ptr() for p in model.parameters()]
+    expected = source_model(tied).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
+    return (model.head.weight is model.embed.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_meta_model_is_loaded_and_never_initialised(tmp_path, tied):
+    file = save(tmp_path, "safetensors", tied=tied)
+    assert run_ranks(shard_and_load, source=file, tied=tied) == [True, True]
+    assert run_ranks(shard_and_load, world=1, source=file, tied=tied) == [True]
+
+
 def load_broken(ranks, source, tied=False):
     torch.manual_seed(0)
     model = shard(LanguageModel(vocab=41, tied=tied), None, ranks)

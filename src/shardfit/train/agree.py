@@ -16,12 +16,12 @@ from shardfit.plan import Plan
 from shardfit.train.launch import Ranks
 
 
-def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks, *, with_parameters: bool = True) -> None:
     """Raise, on all ranks alike, where ranks would shard different models.
 
     Compared over the data axes: the plan, names, shapes and dtypes; and where weights are
     there already, a checksum of each parameter and buffer, since each rank keeps its own
-    rows of its own copy.
+    rows of its own copy. `with_parameters` False leaves the values of parameters out.
 
     Raises:
         ShardfitError: another plan or structure; another value (SF205 for a parameter,
@@ -29,7 +29,7 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
     """
     if ranks.data_world == 1:
         return
-    kinds = {name: "parameter" for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     words = [plan.digest(), *(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors)]
     outline = int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:8], "big", signed=True)
@@ -39,13 +39,17 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
             evidence=f"rank {ranks.rank} has {len(tensors)} tensors, plan {plan.digest()[:12]}",
             fix="build the model from the same configuration on every rank",
         )
-    real = [(name, tensor) for name, tensor in tensors if _torch.has_values(tensor)]
+    real = [
+        (name, tensor)
+        for name, tensor in tensors
+        if _torch.has_values(tensor) and (with_parameters or name not in parameters)
+    ]
     if not real:
         return
     differing = _differing(torch.stack([_checksum(tensor) for _, tensor in real]), ranks)
     if differing:
         names = [real[index][0] for index in differing]
-        is_parameter = names[0] in kinds
+        is_parameter = names[0] in parameters
         raise ShardfitError(
             "the ranks have different weights, and each would keep its rows of its own"
             if is_parameter

@@ -26,7 +26,9 @@ from shardfit.train.gathered import keep_fresh
 from shardfit.train.launch import Ranks, current_ranks
 from shardfit.train.mesh import mesh_shape
 from shardfit.train.recompute import checkpoint_blocks, compile_blocks
+from shardfit.train.stored import open_weights
 from shardfit.train.units import plan_units
+from shardfit.train.weights import allocate, load_weights
 
 if TYPE_CHECKING:
     from shardfit.train.init import Recording
@@ -67,8 +69,9 @@ def shard(
         model: a plain module, or one whose "tensor" axis `parallelize_module` has used.
         plan: None is plan_units(model).
         ranks: None is those of init_distributed().
-        weights: a file or folder for `load_weights`, which fills the shards instead of the
-            model's own initialisation; what the file doesn't have is an error.
+        weights: a file or folder for `load_weights`, strictly: parameters and persistent buffers
+            of a deferred or meta model are then never initialised, only loaded. None: a
+            deferred or meta model is initialised; load into it, if at all, afterwards.
 
     Raises:
         ShardfitError: see `shardfit.train.faults` and `refuse_differences`.
@@ -78,7 +81,7 @@ def shard(
     plan = plan or plan_units(model)
     plan = plan.replace(mesh=mesh_shape(ranks.mesh)) if _fits_any_mesh(plan) else plan
     refuse_faults(model, plan, ranks)
-    refuse_differences(model, plan, ranks)
+    refuse_differences(model, plan, ranks, with_parameters=weights is None)
 
     try:
         from shardfit.train.init import take_recording
@@ -96,14 +99,14 @@ def shard(
     if plan.compile:
         compile_blocks(blocks)
     firsts = [_shard_unit([modules[path] for path in unit.paths], unit, plan, ranks) for unit in plan.units]
-    put_back(model, carried)
     _set_prefetch(firsts, plan.prefetch)
     _skip_gather_in_backward(modules, plan)
     if hasattr(model, "set_reduce_scatter_unused_params"):
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
     kept = [first for first, unit in zip(firsts, plan.units, strict=True) if unit.reshard is not True]
     keep_fresh(model, kept, plan.methods)
-    _fill(model, recording, ranks, weights)
+    _fill(model, recording, ranks, plan, weights)
+    put_back(model, carried)
     _check_sharded(model, ranks)
     _plans[model] = plan
     return model
@@ -178,13 +181,30 @@ def _skip_gather_in_backward(modules: dict[str, nn.Module], plan: Plan) -> None:
 
 
 def _fill(
-    model: nn.Module, recording: Recording | None, ranks: Ranks, weights: str | os.PathLike[str] | None
+    model: nn.Module,
+    recording: Recording | None,
+    ranks: Ranks,
+    plan: Plan,
+    weights: str | os.PathLike[str] | None,
 ) -> None:
-    """Write what has no values yet."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    """Write what has no values yet: from a file, the recording of its construction, or its own init."""
+    if not weights and not _unwritten(model):
+        return
+    if weights:
+        device = torch.device("cpu") if plan.offload else ranks.device
+        allocate(model, open_weights(weights).keys(), device=device)
+        load_weights(model, weights)
+    if _unwritten(model):
         from shardfit.train.init import materialize
 
         materialize(model, recording, device=ranks.device)
+    # FSDP2 copies shards that are shorter than others into padded ones, at the first forward, or
+    # after any load_state_dict. Have it done now: from here on local tensors are the ones that train.
+    model.load_state_dict({}, strict=False)
+
+
+def _unwritten(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _check_sharded(model: nn.Module, ranks: Ranks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +86,42 @@ def load_weights(
     for target, name in chosen:
         _write(target.tensor, named[name])
     return result
+
+
+def allocate(model: nn.Module, names: Collection[str], *, device: torch.device) -> None:
+    """Give memory on `device` to meta parameters and buffers named in `names`, or tied to such.
+
+    The parameter objects are new ones, with unwritten values.
+    """
+    wanted = {id(tensor) for name, tensor in _all_tensors(model) if name in names and tensor.is_meta}
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if id(tensor) in wanted:
+                if id(tensor) not in made:
+                    made[id(tensor)] = _empty_like(tensor, device)
+                setattr(module, name, made[id(tensor)])
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor.to_local(), device=device)
+        empty: torch.Tensor = DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    else:
+        empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _targets(model: nn.Module) -> list[_Target]:
