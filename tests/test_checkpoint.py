@@ -25,6 +25,7 @@ from shardfit import (
     save_checkpoint,
     shard,
 )
+from shardfit.train.optimizer import build_optimizer, decay_matrices
 
 WORLD_SIZES = [1, 2, 4]
 
@@ -434,6 +435,33 @@ def test_state_kept_in_another_dtype_than_the_parameters(tmp_path):
         assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full(param.shape, 1 / 3))
 
 
+class Counting(torch.optim.SGD):
+    """State that belongs to no parameter, and a state_dict with something of its own."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+        self.state["all"]["mean"] = torch.full((3,), float(self.state["all"]["count"]))
+
+    def state_dict(self):
+        return {**super().state_dict(), "mode": "warm" if self.state["all"] else "cold"}
+
+    def load_state_dict(self, state):
+        self.mode = state["mode"]
+        super().load_state_dict(state)
+
+
+def test_state_of_no_parameter(tmp_path):
+    model, optimizer = tiny(Counting)
+    advance(model, optimizer, 3)
+    Checkpointer(tmp_path, model=model, optimizer=optimizer).save(3)
+    model, optimizer = tiny(Counting)
+    Checkpointer(tmp_path, model=model, optimizer=optimizer).resume()
+    assert optimizer.mode == "warm"
+    assert optimizer.state["all"]["count"] == 3
+    assert torch.equal(optimizer.state["all"]["mean"], torch.full((3,), 3.0))
+
+
 def test_wrappers_leave_no_trace_in_the_names(tmp_path):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -574,6 +602,34 @@ def test_optimizers_at_another_world_size(tmp_path):
             assert losses == pytest.approx(expected[name], rel=2e-5), name
 
 
+def built_body(ranks, folder, save, options):
+    """The library's own pieces: shard, build_optimizer, train_step's clipping."""
+    torch.manual_seed(0 if save else 3)
+    model = shard(Net(), ranks=ranks)
+    optimizer = build_optimizer(model, lr=0.05, groups=decay_matrices(model), **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    parts = model, optimizer, scheduler
+    checkpointer = Checkpointer(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    if save:
+        train(*parts, range(2))
+        checkpointer.save(2)
+    else:
+        assert checkpointer.resume() == 2
+    before = snapshot(*parts)
+    return before, train(*parts, range(2, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=["fused", "for each"])
+def test_the_library_s_own_optimizer(options, tmp_path):
+    before, losses = run_ranks(built_body, world=2, folder=tmp_path, save=True, options=options)[0]
+    for world in (2, 4):
+        for after, resumed in run_ranks(
+            built_body, world=world, folder=tmp_path, save=False, options=options
+        ):
+            assert_same(before, after)
+            assert resumed == pytest.approx(losses, rel=1e-5)
+
+
 class Rows(torch.optim.Optimizer):
     """Keeps a mean for each row of a parameter: state of another shape, sharded its own way."""
 
@@ -589,7 +645,7 @@ class Rows(torch.optim.Optimizer):
                 state = self.state[param]
                 rows = param.grad.reshape(param.shape[0], -1).square().mean(dim=1)
                 state["rows"] = 0.9 * state["rows"] + rows if "rows" in state else rows
-                state["history"] = {"max": [rows.amax(), 1], 3: "x"}
+                state["history"] = {"max": [rows.amax(), 1], 3: 4}
                 param.sub_(param.grad, alpha=group["lr"])
 
 
@@ -603,7 +659,7 @@ def rows_body(ranks, folder, save):
     else:
         checkpointer.resume()
     state = optimizer.state[model.embed.weight]
-    assert state["history"][3] == "x"
+    assert state["history"][3] == 4
     before = whole(state["rows"]), whole(state["history"]["max"][0])
     train(*parts, range(2, 3))
     return *before, whole(optimizer.state[model.embed.weight]["rows"])

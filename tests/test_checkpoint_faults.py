@@ -13,8 +13,8 @@ from torch import nn
 
 from ranks import run_ranks
 from shardfit import Checkpointer, Manifest, ShardfitError
-from shardfit.checkpoint.random import random_state
 from shardfit.checkpoint.verify import verify
+from shardfit.train.random import random_state
 from test_checkpoint import build, snapshot, train
 
 SHARD = "step-00000003/__1_0.distcp"

@@ -17,11 +17,11 @@ from shardfit.checkpoint.layout import list_committed
 from shardfit.checkpoint.load import NOT_LOADED, load
 from shardfit.checkpoint.manifest import Manifest
 from shardfit.checkpoint.peers import Peers, find_peers
-from shardfit.checkpoint.random import random_state, set_random_state
 from shardfit.checkpoint.retain import check_policy
 from shardfit.checkpoint.save import NOT_SAVED, Parts, collect, write
 from shardfit.errors import ShardfitError
 from shardfit.train.launch import Ranks, patient
+from shardfit.train.random import random_state, set_random_state
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardfit import __version__
 from shardfit.checkpoint.layout import MANIFEST, Slot, commit, sync, write_file
@@ -93,7 +93,7 @@ def collect(parts: Parts, peers: Peers, random_state: Callable[[], Any]) -> Cont
             return None
         if path in content.tensors:
             raise ShardfitError("two tensors of the state have one name", evidence=path, fix="rename one")
-        content.tensors[path] = value.detach()
+        content.tensors[path] = _reduced(value.detach())
         return {"!sharded" if isinstance(value, DTensor) else "!stored": path}
 
     for name, tensor in model.tensors.items():
@@ -150,6 +150,13 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def _reduced(value: Tensor) -> Tensor:
+    """A DTensor that is still to be summed (or the like) over ranks, summed; others as they are."""
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
 def _write_tensors(place: Path, tensors: dict[str, Tensor], peers: Peers) -> None:

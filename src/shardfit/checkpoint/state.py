@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardfit import _torch
 from shardfit.errors import ShardfitError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -47,7 +48,7 @@ def model_state(model: nn.Module) -> ModelState:
     """The parameters and persistent buffers of `model`, live, resharded where it is sharded.
 
     Raises:
-        ShardfitError: a tensor is still on the meta device (SF201).
+        ShardfitError: a tensor is still on the meta device, or deferred (SF201).
     """
     raw = model.state_dict(keep_vars=True)
     state = ModelState(raw, {}, {}, {}, {})
@@ -63,12 +64,12 @@ def model_state(model: nn.Module) -> ModelState:
         else:
             first[id(value)] = name
             state.tensors[name] = value.detach()
-            if value.is_meta:
+            if not _torch.has_values(value):
                 unwritten.append(name)
     if unwritten:
         raise ShardfitError(
             "the model has no weights yet",
-            evidence=f"{len(unwritten)} tensors on the meta device: {some(unwritten)}",
+            evidence=f"{len(unwritten)} tensors without values: {some(unwritten)}",
             fix="shard (or materialise) the model before its checkpointer saves or resumes",
             code="SF201",
         )
@@ -92,6 +93,7 @@ def name_params(model: nn.Module) -> dict[Tensor, str]:
 def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
     """`{"groups": [{..., "params": [name, ...]}, ...], "state": {name: {key: value}}}`, live.
 
+    "loose" is state that belongs to no parameter, "rest" what else the optimizer's state_dict holds.
     A parameter that has not been updated yet has no state, and gets none by being asked.
 
     Raises:
@@ -101,9 +103,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) 
     check_members(optimizer, names)
     packed = optimizer.state_dict()
     numbered = _number_params(optimizer, packed)
-    state = {}
+    state, loose = {}, {}
     for number, value in packed["state"].items():
-        param = numbered[number]
+        if (param := numbered.get(number)) is None:
+            loose[number] = value
+            continue
         _refuse_local_parts(value, param, names[param])
         state[names[param]] = value
     groups = [
@@ -113,7 +117,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) 
         }
         for group in packed["param_groups"]
     ]
-    return {"groups": groups, "state": state}
+    rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return {"groups": groups, "state": state, "loose": loose, "rest": rest}
 
 
 def load_optimizer_state(
@@ -122,12 +127,15 @@ def load_optimizer_state(
     *,
     groups: Sequence[dict[str, Any]],
     state: dict[str, dict[str, Any]],
+    loose: dict[Any, Any],
+    rest: dict[str, Any],
 ) -> None:
     """Give `optimizer` its state and hyper-parameters back.
 
     Args:
         groups: as `match_groups` found them.
         state: of each parameter by name; where a name is absent the parameter has none.
+        loose, rest: see `optimizer_state`.
     """
     packed = optimizer.state_dict()
     numbered = _number_params(optimizer, packed)
@@ -135,7 +143,9 @@ def load_optimizer_state(
     numbered_state = {
         number: state[names[param]] for number, param in numbered.items() if names[param] in state
     }
-    optimizer.load_state_dict({**packed, "state": numbered_state, "param_groups": merged})
+    optimizer.load_state_dict(
+        {**packed, **rest, "state": {**numbered_state, **loose}, "param_groups": merged}
+    )
     # torch casts state to the parameter's dtype; state that was kept in another stays so.
     for number, value in numbered_state.items():
         live = optimizer.state[numbered[number]]
@@ -258,8 +268,8 @@ def _refuse_local_parts(state: dict[str, Any], param: Tensor, name: str) -> None
             )
 
 
-def some(names: Iterable[str], limit: int = 5) -> str:
+def some(names: Iterable[str], limit: int = 5, between: str = ", ") -> str:
     """The first few names, and how many more there are."""
     listed = list(names)
     more = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "")
+    return between.join(listed[:limit]) + (f" and {more} more" if more > 0 else "")
