@@ -70,3 +70,230 @@ Ends:
 """
 
 from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import importlib.machinery
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfit.parity.observe import Limits, Observer
+from shardfit.parity.observe_inputs import Exchange
+from shardfit.parity.recording import Ending, RankRecord, Step
+
+# Ranks that have ended wait so long for the others to write their records too: a launcher that
+# sees one end badly ends the rest at once.
+_MEET_SECONDS = 20.0
+
+
+class Recorder:
+    """One process's run of a script, from its start to its record.
+
+    Args:
+        folder: of the recording.
+        script: its path; `argv`: its arguments.
+        limits: where the run is cut.
+        exchange_seconds: how long this rank's recorder waits for the others'.
+    """
+
+    def __init__(
+        self, folder: Path, *, script: str, argv: list[str], limits: Limits, exchange_seconds: float
+    ) -> None:
+        self.folder = folder
+        self.script = script
+        self.argv = argv
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._is_written = False
+        self._progress_file = folder / f"progress-{self.rank}.jsonl"
+        self._progress = self._progress_file.open("w", encoding="utf-8")
+        self._stacks = (folder / f"stacks-{self.rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._tell({"rank": self.rank, "world": self.world, "pid": os.getpid()})
+        exchange = Exchange(folder, rank=self.rank, world=self.world, timeout_seconds=exchange_seconds)
+        self.observer = Observer(
+            exchange=exchange,
+            limits=limits,
+            on_step=self._on_step,
+            on_stop=self._stop,
+            on_beat=lambda: os.utime(self._progress_file),
+        )
+        self.observer.files.on_save = lambda save: self._tell({"save": dataclasses.asdict(save)})
+
+    def run(self) -> None:
+        """Run the script as `python script` would; return if it ends well, else end the process."""
+        self.observer.install()
+        sys.argv[:] = [self.script, *self.argv]
+        sys.path[0] = str(Path(self.script).resolve().parent)
+        main = types.ModuleType("__main__")
+        main.__file__ = self.script
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", self.script)
+        main.__dict__["__builtins__"] = __builtins__
+        self._ours = sys.modules["__main__"]  # without a reference its names would be cleared
+        sys.modules["__main__"] = main
+        try:
+            source = Path(self.script).read_bytes()
+            exec(compile(source, self.script, "exec"), main.__dict__)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                self._fail(leaving, code=leaving.code if isinstance(leaving.code, int) else 1)
+        except BaseException as error:
+            self._fail(error, code=1)
+        self._write("finished")
+        self._meet()
+
+    def _on_step(self, step: Step) -> None:
+        self._tell({"step": dataclasses.asdict(step)})
+        if step.index == 0:
+            self._tell({"facts": self.observer.first_facts})
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        self._progress.write(json.dumps(line) + "\n")
+        self._progress.flush()
+
+    def _stop(self) -> None:
+        """End here, whatever the script would do to an exception."""
+        self._write("stopped")
+        self._meet()
+        _end(0)
+
+    def _fail(self, error: BaseException, *, code: int) -> None:
+        trace = _trace_of(error)
+        self._tell({"error": trace, "failed_at": time.time()})
+        self._write("error", error=error, trace=trace)
+        print(trace, file=sys.stderr)
+        # A script's own excepthook tells its other ranks.
+        with contextlib.suppress(Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+        _end(code)
+
+    def _write(self, ended: Ending, *, error: BaseException | None = None, trace: str = "") -> None:
+        observer = self.observer
+        failed_at = time.time()
+        observer.finish()
+        facts = observer.facts()
+        parts = observer.models.parts()
+        data_rank, data_world = observer.data_place
+        if error is not None:
+            facts["failed_at"] = failed_at
+        # Of two tensors with one name, the model's comes first, and is the one that trains.
+        weights: dict[str, torch.Tensor] = {}
+        for part, values in parts:
+            weights.setdefault(part.name, values)
+        torch_save = getattr(torch.save, "__wrapped__", torch.save)
+        torch_save(weights, self.folder / f"weights-{self.rank}.pt")
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        RankRecord(
+            script=self.script,
+            argv=tuple(self.argv),
+            rank=self.rank,
+            world=self.world,
+            data_rank=data_rank,
+            data_world=data_world,
+            torch_version=str(torch.__version__),
+            device=observer.models.device,
+            ended=ended,
+            steps=tuple(observer.steps),
+            parts=tuple(part for part, _ in parts),
+            saves=tuple(observer.files.saves),
+            facts=facts,
+            error=traceback.format_exception_only(error)[-1].strip() if error is not None else "",
+            trace=trace,
+            peak_bytes=_peak_bytes(),
+            peak_device_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+        ).write(self.folder)
+        self._is_written = True
+
+    def _meet(self) -> None:
+        end = time.monotonic() + _MEET_SECONDS
+        files = [self.folder / f"rank-{rank}.json" for rank in range(self.world)]
+        while time.monotonic() < end and not all(file.exists() for file in files):
+            time.sleep(0.02)
+
+
+def _trace_of(error: BaseException) -> str:
+    """The traceback without the recorder's own frames."""
+    ours = os.path.dirname(os.path.abspath(__file__))
+    trace = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [trace]
+    while pending:
+        current = pending.pop()
+        if current is None:
+            continue
+        current.stack = traceback.StackSummary.from_list(
+            [frame for frame in current.stack if not frame.filename.startswith(ours)]
+        )
+        pending += [current.__cause__, current.__context__]
+    return "".join(trace.format())
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Linux: a launcher that is killed takes this process with it."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m shardfit.parity.recorder")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--stop-after-save", type=int)
+    parser.add_argument("--snapshot-at", type=int)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--snapshot", type=Path)
+    parser.add_argument("--exchange-seconds", type=float, default=30.0)
+    parser.add_argument("--redirect", action="store_true", help="what the script prints: into the folder")
+    parser.add_argument("script")
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    _die_with_parent()
+    if args.redirect:
+        output = os.open(
+            args.folder / f"output-{os.environ.get('RANK', '0')}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        )
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    limits = Limits(
+        steps=args.steps,
+        stop_after_save=args.stop_after_save,
+        snapshot_at=args.snapshot_at,
+        scratch=args.scratch,
+        snapshot=args.snapshot,
+    )
+    Recorder(
+        args.folder,
+        script=args.script,
+        argv=args.argv,
+        limits=limits,
+        exchange_seconds=args.exchange_seconds,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

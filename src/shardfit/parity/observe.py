@@ -1,0 +1,574 @@
+"""Observation of a training script from inside its process: losses, gradients, steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardfit import _torch
+from shardfit.parity.observe_files import Files
+from shardfit.parity.observe_inputs import (
+    Draws,
+    Exchange,
+    digest_inputs,
+    digest_rows,
+    generator_digest,
+    tensors_in,
+)
+from shardfit.parity.observe_modules import Models, ancestors_of, class_name
+from shardfit.parity.recording import Step
+
+_MAX_CLIPS = 1000
+_SNAPSHOT_SECONDS = 600.0
+
+
+@dataclass
+class _Seen:
+    """What has been seen since the last step of any optimizer."""
+
+    losses: list[float] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    backwards: int = 0
+    training: bool = True
+    unsynced: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Open:
+    """A step that optimizers have begun and others may join."""
+
+    losses: list[float] = field(default_factory=list)
+    squares: dict[str, float] = field(default_factory=dict)
+    lr: list[float] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    backwards: int = 0
+    training: bool = True
+    stepped: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where the run is cut.
+
+    Attributes:
+        steps: it is stopped after this many optimizer steps. None: it ends by itself.
+        stop_after_save: stop after the first save at or after this step. None: not.
+        snapshot_at: keep a copy of `scratch` in `snapshot` as it is after the first save at or
+            after this step (before that, after the first of all). None: no copy.
+    """
+
+    steps: int | None = None
+    stop_after_save: int | None = None
+    snapshot_at: int | None = None
+    scratch: Path | None = None
+    snapshot: Path | None = None
+
+
+class Observer:
+    """Observes one process from `install` to its end.
+
+    Args:
+        exchange: with the other ranks' observers.
+        limits: where the run is cut.
+        on_step: called with each step when it is complete.
+        on_stop: called where the run is to be stopped; does not return.
+        on_beat: called at forwards, backwards and steps: signs of life.
+    """
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        limits: Limits,
+        on_step: Callable[[Step], None],
+        on_stop: Callable[[], None],
+        on_beat: Callable[[], None],
+    ) -> None:
+        self.steps: list[Step] = []
+        self.models = Models()
+        self.first_facts: dict[str, Any] = {}
+        self.files = Files(
+            num_steps=lambda: self.num_steps, inside=limits.scratch, is_active=lambda: self.is_active
+        )
+        self._exchange = exchange
+        self._limits = limits
+        self._on_step, self._on_stop, self._on_beat = on_step, on_stop, on_beat
+        self._pid = os.getpid()
+        self._thread = threading.local()
+        self._seen = _Seen()
+        self._squares: dict[str, float] = {}  # after the last backward, not yet of a step
+        self._open: _Open | None = None
+        self._order: dict[int, weakref.ref[Optimizer]] = {}
+        self._steps_of: Counter[int] = Counter()
+        self._backward_depth = 0
+        self._step_depth = 0
+        self._forwards_since_step = 0
+        self._draws = Draws()
+        self._scale: float | None = None
+        self._before_first: dict[str, str] = {}
+        self._looked_above: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._snapshot_step: int | None = None
+        self._last_close = time.monotonic()
+        self._warnings: list[str] = []
+        self._lists: dict[str, list[Any]] = {
+            name: [] for name in ("backwards", "forwards", "modes", "scales", "rng", "clips", "unsynced")
+        }
+        self._counts: dict[str, Counter[str]] = {"loss_dtypes": Counter(), "grad_dtypes": Counter()}
+        self._maps: dict[str, dict[str, Any]] = {"missing_grads": {}, "row_digests": {}}
+        self._once: dict[str, Any] = {}
+        self._direct: list[str] = []
+
+    @property
+    def is_active(self) -> bool:
+        """False in children that were forked (the workers of a DataLoader)."""
+        return os.getpid() == self._pid
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps done."""
+        return len(self.steps) + (self._open is not None)
+
+    def install(self) -> None:
+        self.files.install()
+        self._wrap_calls()
+        self._wrap_backward()
+        self._wrap_optimizers()
+        self._wrap_scalers()
+        self._wrap_clips()
+        self._wrap_schedulers()
+        self._wrap_warnings()
+        _draw_alike_in_models()
+
+    # Forwards
+
+    def _wrap_calls(self) -> None:
+        inner = nn.Module.__call__
+        thread = self._thread
+
+        @functools.wraps(inner)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(thread, "depth", 0) or self._backward_depth or not self.is_active:
+                return inner(module, *args, **kwargs)
+            if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+                return inner(module, *args, **kwargs)
+            thread.depth = 1
+            try:
+                with self._forward(module, args, kwargs):
+                    return inner(module, *args, **kwargs)
+            finally:
+                thread.depth = 0
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        self._boundary()
+        self._on_beat()
+        self.models.add_called(module)
+        self._look_above(module)
+        seen = self._seen
+        tensors = list(tensors_in([args, kwargs]))
+        inputs, rows = digest_inputs(tensors)
+        seen.inputs.append(inputs)
+        seen.rows.append(rows or 0)
+        seen.training = seen.training and module.training
+        step = self.num_steps
+        if step < 2:
+            digests = self._maps["row_digests"].setdefault(str(step), [])
+            digests.append(digest_rows(tensors, rows))
+        generator = generator_digest()
+        if len(self._lists["rng"]) == step:
+            self._lists["rng"].append(generator)
+        if self._exchange.world > 1:
+            self.models.refresh()
+            mine = {"rows": rows or 0, "digest": inputs, "rng": generator, "place": self.data_place[0]}
+            key = f"forward/{step}/{self._forwards_since_step}"
+            self._draws.align(key, mine, self._exchange.all(key, mine), self._exchange)
+        self._forwards_since_step += 1
+        try:
+            with self._draws.made():
+                yield
+        finally:
+            self._draws.after_forward()
+
+    @functools.cached_property
+    def data_place(self) -> tuple[int, int]:
+        """This rank's place among those that get different data, and their number."""
+        return self.models.data_place()
+
+    def _look_above(self, module: nn.Module) -> None:
+        """A module of FSDP2 around `module` whose hooks have not run: its forward was called directly."""
+        if self._exchange.world == 1 or module in self._looked_above or len(self._looked_above) > 20:
+            return
+        self._looked_above.add(module)
+        for above in ancestors_of(module):
+            if isinstance(above, FSDPModule) and _torch.is_in_fsdp_forward(above) is False:
+                name = class_name(above)
+                if name not in self._direct:
+                    self._direct.append(name)
+
+    # Backwards
+
+    def _wrap_backward(self) -> None:
+        inner = torch.autograd.backward
+
+        @functools.wraps(inner)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # Within a backward: a checkpointed block that is computed again.
+            if self._backward_depth or _torch.in_backward() or not self.is_active:
+                return inner(tensors, grad_tensors, *args, **kwargs)
+            self._boundary()
+            self._on_beat()
+            self._note_loss(tensors, grad_tensors if grad_tensors is not None else kwargs.get("grad_tensors"))
+            self._backward_depth += 1
+            try:
+                with self._draws.made():
+                    result = inner(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._backward_depth -= 1
+            self._after_backward()
+            return result
+
+        torch.autograd.backward = backward
+
+    def _note_loss(self, tensors: Any, grads: Any) -> None:
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        weights = [grads] if isinstance(grads, Tensor) or grads is None else list(grads)
+        weights += [None] * (len(losses) - len(weights))
+        total = 0.0
+        for loss, weight in zip(losses, weights, strict=True):
+            value = _whole(loss.detach()).double()
+            if weight is not None:
+                value = value * _whole(weight.detach()).double()
+            total += float(value.sum())
+            self._counts["loss_dtypes"][_dtype_name(loss)] += 1
+        self._seen.losses.append(total / (self._scale or 1.0))
+        self._seen.backwards += 1
+
+    def _after_backward(self) -> None:
+        self.models.refresh()
+        self._squares = self._unscaled(self.models.squares())
+        self._seen.unsynced = [unit.path for unit in self.models.units() or [] if not unit.reduces]
+        for root in self.models.roots:
+            if isinstance(root, DistributedDataParallel) and not root.require_backward_grad_sync:
+                self._seen.unsynced.append("")
+        self._on_beat()
+
+    def _unscaled(self, squares: dict[str, float]) -> dict[str, float]:
+        factor = (self._scale or 1.0) ** 2
+        return {name: value / factor for name, value in squares.items()}
+
+    # Steps
+
+    def _wrap_optimizers(self) -> None:
+        inner = Optimizer.__init__
+
+        @functools.wraps(inner)
+        def init(this: Optimizer, *args: Any, **kwargs: Any) -> None:
+            inner(this, *args, **kwargs)
+            if self.is_active:
+                self.models.add_optimizer(this)
+
+        Optimizer.__init__ = init  # type: ignore[method-assign]
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_active:
+            return
+        if self._open is not None and id(optimizer) in self._open.stepped:
+            self._close()
+            if self._is_complete():
+                self._on_stop()
+        self._step_depth += 1
+        if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+            self._once["closure"] = True
+        if self._open is None:
+            self._open = _Open()
+        self._open.stepped.append(id(optimizer))
+        self._open.lr += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.models.refresh()
+        own = [t for group in optimizer.param_groups for t in group["params"]]
+        # A step from within a backward, or gradients that didn't come from one.
+        names = {held.name for held in self.models.held_by(own)}
+        if self._backward_depth or not names & set(self._squares):
+            self._squares |= self._unscaled(self.models.squares(own))
+        if self._steps_of[id(optimizer)] < 3:
+            self._note_first_steps(own)
+
+    def _note_first_steps(self, own: list[Tensor]) -> None:
+        held = self.models.held_by(own)
+        missing = [h.name for h in held if h.tensor.requires_grad and h.tensor.grad is None]
+        step = self.num_steps - 1
+        if missing and step < 3:
+            self._maps["missing_grads"].setdefault(str(step), []).extend(missing)
+        if step == 0:
+            self._counts["grad_dtypes"].update(
+                _dtype_name(h.tensor.grad) for h in held if h.tensor.grad is not None
+            )
+            if not self._before_first:
+                self._before_first = self.models.digests(whole_only=False)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_active:
+            return
+        self._step_depth -= 1
+        step, seen = self._open, self._seen
+        assert step is not None
+        self._steps_of[id(optimizer)] += 1
+        step.losses += seen.losses
+        for name in self.models.names_for(optimizer):
+            if name in self._squares:
+                step.squares[name] = self._squares.pop(name)
+        step.inputs += seen.inputs
+        step.rows += seen.rows
+        step.backwards += seen.backwards
+        step.training = step.training and seen.training
+        if seen.unsynced and len(self.steps) not in self._lists["unsynced"]:
+            self._lists["unsynced"].append(len(self.steps))
+            self._once.setdefault("unsynced_units", seen.unsynced)
+        self._seen = _Seen()
+        self._forwards_since_step = 0
+        if not self._backward_depth and all(id(o) in step.stepped for o in self._expected()):
+            self._close()
+
+    def _expected(self) -> list[Optimizer]:
+        """The optimizers that should take part in the open step: all in the first, then those that ever did."""
+        alive = self.models.optimizers
+        return alive if not self.steps else [o for o in alive if self._steps_of[id(o)]]
+
+    def _close(self) -> None:
+        step = self._open
+        assert step is not None
+        now = time.monotonic()
+        closed = Step(
+            index=len(self.steps),
+            losses=tuple(step.losses),
+            squares=step.squares,
+            lr=tuple(step.lr),
+            inputs=tuple(step.inputs),
+            rows=tuple(step.rows),
+            weights=self.models.digests(whole_only=True) if self._exchange.world > 1 else {},
+            seconds=now - self._last_close,
+        )
+        if not self.steps:
+            self._note_unmoved(step)
+            self.first_facts = self._module_facts()
+        self._lists["backwards"].append(step.backwards)
+        self._lists["forwards"].append(len(step.inputs))
+        self._lists["modes"].append(step.training)
+        if self._scale is not None:
+            self._lists["scales"].append(self._scale)
+        self._open = None
+        self.steps.append(closed)
+        self._last_close = now
+        self._on_step(closed)
+
+    def _note_unmoved(self, step: _Open) -> None:
+        if not any(lr > 0 for lr in step.lr):
+            return
+        after = self.models.digests(whole_only=False)
+        self._once["unmoved"] = [
+            name
+            for name, square in step.squares.items()
+            if square > 0 and name in after and after[name] == self._before_first.get(name)
+        ]
+
+    def _is_complete(self) -> bool:
+        limit = self._limits.steps
+        return limit is not None and len(self.steps) >= limit
+
+    def _boundary(self) -> None:
+        """The script begins to compute: what belongs to the step before it is done."""
+        if self._step_depth:
+            return
+        if self._is_complete():
+            self._on_stop()
+        if self._forwards_since_step == 0 and not self._seen.backwards and self.steps:
+            self._after_saves()
+
+    def _after_saves(self) -> None:
+        """All ranks have passed the place where the script saves: stop there, or keep what was saved."""
+        limits = self._limits
+        at = limits.stop_after_save if limits.stop_after_save is not None else limits.snapshot_at
+        if at is None or (self._snapshot_step is not None and self._snapshot_step >= at):
+            return
+        self.files.settle()
+        newest = max((s.after_steps for s in self.files.saves if s.after_steps), default=0)
+        key = f"saves/{len(self.steps)}"
+        values = self._exchange.all(key, newest)
+        newest = max(values) if values else newest
+        if limits.stop_after_save is not None:
+            if newest >= at:
+                self._on_stop()
+            return
+        if newest <= (self._snapshot_step or 0) or (self._snapshot_step and newest < at):
+            return
+        self._snapshot_step = newest
+        if self._exchange.rank == 0:
+            self._take_snapshot(newest)
+        self._exchange.all(f"{key}/taken", True, timeout_seconds=_SNAPSHOT_SECONDS)
+        self._last_close = time.monotonic()
+
+    def _take_snapshot(self, step: int) -> None:
+        scratch, snapshot = self._limits.scratch, self._limits.snapshot
+        assert scratch is not None and snapshot is not None
+        shutil.rmtree(snapshot, ignore_errors=True)
+        shutil.copytree(scratch, snapshot, symlinks=True)
+        self._once["snapshot"] = step
+        self._on_beat()
+
+    # What else tells
+
+    def _wrap_scalers(self) -> None:
+        inner = torch.amp.GradScaler.scale
+
+        @functools.wraps(inner)
+        def scale(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = inner(this, *args, **kwargs)
+            if self.is_active and this.is_enabled():
+                self._scale = float(this.get_scale())
+            return result
+
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    def _wrap_clips(self) -> None:
+        import shardfit.train.clip
+
+        owners: list[tuple[Any, str]] = [
+            (torch.nn.utils, "torch"),
+            (torch.nn.utils.clip_grad, "torch"),
+            (shardfit.train.clip, "shardfit"),
+        ]
+        for owner, home in owners:
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                if hasattr(owner, name):
+                    setattr(owner, name, self._clip(getattr(owner, name), f"{home}.{name}"))
+
+    def _clip(self, inner: Callable[..., Any], call: str) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            result = inner(parameters, *args, **kwargs)
+            clips = self._lists["clips"]
+            if self.is_active and len(clips) < _MAX_CLIPS:
+                limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+                plain = isinstance(result, Tensor) and not isinstance(result, DTensor)
+                norm = float(result) if plain else None
+                clips.append(
+                    {"call": call, "step": self.num_steps, "max_norm": float(limit or 0.0), "norm": norm}
+                )
+            return result
+
+        return clip
+
+    def _wrap_schedulers(self) -> None:
+        base = torch.optim.lr_scheduler.LRScheduler
+        inner = base.__init__
+
+        @functools.wraps(inner)
+        def init(this: Any, *args: Any, **kwargs: Any) -> None:
+            inner(this, *args, **kwargs)
+            self._schedulers.add(this)
+
+        base.__init__ = init  # type: ignore[method-assign]
+
+    def _wrap_warnings(self) -> None:
+        inner = warnings.showwarning
+
+        @functools.wraps(inner)
+        def show(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+            text = f"{category.__name__}: {message}"[:400]
+            if len(self._warnings) < 20 and text not in self._warnings:
+                self._warnings.append(text)
+            inner(message, category, *args, **kwargs)
+
+        warnings.showwarning = show
+
+    def finish(self) -> None:
+        """The script has ended: what is open is complete."""
+        if self._open is not None:
+            self._close()
+
+    def facts(self) -> dict[str, Any]:
+        """All facts, as `shardfit.parity.recorder` documents them."""
+        end = self._module_facts()
+        facts = dict(self.first_facts or end)
+        facts["changed"] = {name: value for name, value in end.items() if value != facts.get(name)}
+        facts |= {name: list(values) for name, values in self._lists.items() if values or name != "scales"}
+        facts |= {name: dict(counts) for name, counts in self._counts.items()}
+        facts |= self._maps
+        facts |= self._once
+        facts |= self.files.facts()
+        facts["forward_called_directly"] = self._direct
+        facts["draws"] = self._draws.how
+        if self._draws.why:
+            facts["draws_why"] = self._draws.why
+        facts["rng_differs"] = self._draws.differs
+        if self._exchange.broken:
+            facts["exchange_broken"] = self._exchange.broken
+        facts["warnings"] = self._warnings
+        facts["buffers"] = self.models.buffers()
+        facts["optimizers"] = [
+            {
+                "class": type(optimizer).__name__,
+                "groups": [len(group["params"]) for group in optimizer.param_groups],
+                "steps": self._steps_of[id(optimizer)],
+            }
+            for optimizer in self.models.optimizers
+        ]
+        facts["schedulers"] = [
+            {
+                "class": type(scheduler).__name__,
+                "last_epoch": getattr(scheduler, "last_epoch", None),
+                "drives": bool(self._steps_of[id(getattr(scheduler, "optimizer", None))]),
+            }
+            for scheduler in self._schedulers
+        ]
+        return facts
+
+    def _module_facts(self) -> dict[str, Any]:
+        self.models.refresh()
+        return self.models.facts(self._exchange.world)
+
+
+def _draw_alike_in_models() -> None:
+    """Ranks that would draw their own dropout (for speed) draw the whole batch's here."""
+    from shardfit.train import draws, random
+
+    class Inert:
+        def remove(self) -> None:
+            pass
+
+    for owner in (draws, random):
+        owner.rank_draws = lambda model, ranks: Inert()  # type: ignore[assignment]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
