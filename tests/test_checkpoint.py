@@ -645,7 +645,7 @@ class Rows(torch.optim.Optimizer):
                 state = self.state[param]
                 rows = param.grad.reshape(param.shape[0], -1).square().mean(dim=1)
                 state["rows"] = 0.9 * state["rows"] + rows if "rows" in state else rows
-                state["history"] = {"max": [rows.amax(), 1], 3: 4}
+                state["history"] = {"sum": [rows.sum(), 1], 3: 4}
                 param.sub_(param.grad, alpha=group["lr"])
 
 
@@ -660,7 +660,7 @@ def rows_body(ranks, folder, save):
         checkpointer.resume()
     state = optimizer.state[model.embed.weight]
     assert state["history"][3] == 4
-    before = whole(state["rows"]), whole(state["history"]["max"][0])
+    before = whole(state["rows"]), whole(state["history"]["sum"][0])
     train(*parts, range(2, 3))
     return *before, whole(optimizer.state[model.embed.weight]["rows"])
 
@@ -837,6 +837,57 @@ def test_the_plan_is_kept_beside_the_checkpoint(tmp_path):
     digest, _ = run_ranks(planned_body, world=2, folder=tmp_path)
     assert Manifest.read(tmp_path / "step-00000001").plan_digest == digest
     assert Plan.load(tmp_path / "step-00000001" / "plan.json").digest() == digest
+
+
+def gathered_body(ranks, folder, save):
+    """Saved and resumed while units are still gathered after a forward: the shards count."""
+    parts = build(ranks, seed=0 if save else 3)
+    model, optimizer, scheduler = parts
+    checkpointer = Checkpointer(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    if save:
+        train(*parts, range(2))
+    before = dict(model.named_parameters())
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        model(ids)
+    gathered = any(p is not before[name] for name, p in model.named_parameters())
+    if save:
+        checkpointer.save(2)
+    else:
+        assert checkpointer.resume() == 2
+    with torch.no_grad():
+        output = model(ids)
+    return gathered, output, train(*parts, range(2, 4))
+
+
+def test_while_units_are_gathered(tmp_path):
+    (gathered, output, losses), _ = run_ranks(gathered_body, world=2, folder=tmp_path, save=True)
+    assert gathered
+    for gathered, other, resumed in run_ranks(gathered_body, world=2, folder=tmp_path, save=False):
+        assert gathered
+        assert torch.equal(output, other)
+        assert resumed == losses
+
+
+def share_body(ranks, folder):
+    """The names of the files whose bytes this rank compared."""
+    from shardfit.checkpoint import verify as module
+
+    measured, measure = [], module.measure_file
+    module.measure_file = lambda path, **kw: measured.append(path.name) or measure(path, **kw)
+    try:
+        load_checkpoint(folder, model=build(ranks)[0])
+    finally:
+        module.measure_file = measure
+    return measured
+
+
+def test_each_rank_verifies_a_share(saved):
+    folder = saved(4)[0]
+    shares = run_ranks(share_body, world=2, folder=folder)
+    names = {file.name for file in Manifest.read(folder / "step-00000003").files}
+    assert sorted(shares[0] + shares[1]) == sorted(names)
+    assert all(len(share) == len(names) // 2 for share in shares)
 
 
 def in_place_body(ranks, folder):
