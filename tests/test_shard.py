@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model_zoo import LIBRARY, PLAIN, build, run
@@ -45,8 +46,13 @@ def train_both(ranks, kind, steps=2, **options):
     return worst, len(plan_of(model).units)
 
 
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_trains_as_one_process(kind):
+    if kind == "mixture" and not REDUCES_UNUSED:
+        pytest.skip("ranks use different experts: needs torch 2.13")
     results = run_ranks(train_both, kind=kind)
     assert all(worst < 2e-5 for worst, _ in results), results
 

@@ -172,7 +172,8 @@ def saved_bytes(ranks, how):
         return tensor
 
     x = torch.zeros(8, 8, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
         loss = model(x).square().mean()
     loss.backward()
     return sum(kept.values())
@@ -199,9 +200,7 @@ def compiled(ranks):
 
     # The warning is dynamo's own.
     with mock.patch("torch.compile", compile_eagerly), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The .grad attribute of a Tensor that is not a leaf"
-        )
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         return [
             train_both(ranks, "language model", steps=3, compile=True, **more)[0]
             for more in ({}, {"checkpointing": "full"})

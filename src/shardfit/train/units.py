@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 
 from shardfit.errors import ShardfitError
@@ -30,6 +31,9 @@ MIN_UNIT_NUMEL = 2**20
 MIN_UNIT_FRACTION = 1 / 16
 # A module without repeated blocks that holds more than this part is divided further.
 DIVIDE_FRACTION = 1 / 4
+
+# Before torch 2.13 a unit of which only some modules have run stays gathered, and goes stale.
+CAN_RUN_IN_PART = hasattr(FSDPModule, "reset_iter_state")
 
 # Begins the name of a sequence whose pieces have to be one unit.
 _TOGETHER = "together, "
@@ -360,7 +364,7 @@ def _tail(pieces: Sequence[_Piece], smallest: int) -> list[_Piece]:
     if not after or after[-1].numel < smallest:
         return []
     start = len(after) - 1
-    while start > 0 and after[start - 1].numel < smallest:
+    while CAN_RUN_IN_PART and start > 0 and after[start - 1].numel < smallest:
         start -= 1
     return after[start:]
 
