@@ -124,6 +124,7 @@ class Observer:
         self._steps_of: Counter[int] = Counter()
         self._backward_depth = 0
         self._step_depth = 0
+        self._hollow: list[bool] = []
         self._forwards_since_step = 0
         self._draws = Draws()
         self._scale: float | None = None
@@ -292,19 +293,23 @@ class Observer:
             if self.is_active:
                 self.models.add_optimizer(this)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             return
+        closure = any(arg is not None for arg in (*args[1:], kwargs.get("closure")))
+        self._hollow.append(not closure and self._is_hollow(optimizer))
+        if self._hollow[-1]:
+            return
         if self._open is not None and id(optimizer) in self._open.stepped:
             self._close()
             if self._is_complete():
                 self._on_stop()
         self._step_depth += 1
-        if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+        if closure:
             self._once["closure"] = True
         if self._open is None:
             self._open = _Open()
@@ -318,6 +323,13 @@ class Observer:
             self._squares |= self._unscaled(self.models.squares(own))
         if self._steps_of[id(optimizer)] < 3:
             self._note_first_steps(own)
+
+    def _is_hollow(self, optimizer: Optimizer) -> bool:
+        """A step without any gradient and loss, by which torch's checkpoints make an optimizer's state."""
+        if self._seen.backwards or self._backward_depth:
+            return False
+        grads = [t.grad for group in optimizer.param_groups for t in group["params"]]
+        return not any(bool(_torch.local_of(grad).any()) for grad in grads if grad is not None)
 
     def _note_first_steps(self, own: list[Tensor]) -> None:
         held = self.models.held_by(own)
@@ -333,7 +345,7 @@ class Observer:
                 self._before_first = self.models.digests(whole_only=False)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_active:
+        if not self.is_active or self._hollow.pop():
             return
         self._step_depth -= 1
         step, seen = self._open, self._seen
@@ -356,7 +368,7 @@ class Observer:
             self._close()
 
     def _expected(self) -> list[Optimizer]:
-        """The optimizers that should take part in the open step: all in the first, then those that ever did."""
+        """Optimizers that should take part in the open step: all in the first, then those that ever did."""
         alive = self.models.optimizers
         return alive if not self.steps else [o for o in alive if self._steps_of[id(o)]]
 
@@ -435,7 +447,8 @@ class Observer:
 
     def _take_snapshot(self, step: int) -> None:
         scratch, snapshot = self._limits.scratch, self._limits.snapshot
-        assert scratch is not None and snapshot is not None
+        assert scratch is not None
+        assert snapshot is not None
         shutil.rmtree(snapshot, ignore_errors=True)
         shutil.copytree(scratch, snapshot, symlinks=True)
         self._once["snapshot"] = step
@@ -453,7 +466,7 @@ class Observer:
                 self._scale = float(this.get_scale())
             return result
 
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def _wrap_clips(self) -> None:
         import shardfit.train.clip
@@ -493,7 +506,7 @@ class Observer:
             inner(this, *args, **kwargs)
             self._schedulers.add(this)
 
-        base.__init__ = init  # type: ignore[method-assign]
+        base.__init__ = init  # type: ignore[method-assign, assignment]
 
     def _wrap_warnings(self) -> None:
         inner = warnings.showwarning
@@ -562,8 +575,9 @@ def _draw_alike_in_models() -> None:
         def remove(self) -> None:
             pass
 
-    for owner in (draws, random):
-        owner.rank_draws = lambda model, ranks: Inert()  # type: ignore[assignment]
+    owners: list[Any] = [draws, random]
+    for owner in owners:
+        owner.rank_draws = lambda model, ranks: Inert()
 
 
 def _whole(tensor: Tensor) -> Tensor:

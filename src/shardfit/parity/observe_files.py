@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfit.parity.recording import Save
+from shardfit.parity.scratch import make_own
 
 _WRITERS = (
     ("torch", "save", 1, "f"),
@@ -110,9 +111,8 @@ class Files:
         if target is None or self._depth or not self._is_active():
             return inner(*args, **kwargs)
         file = _name_of(target)
-        if is_write and file and os.path.islink(file):
-            # A large file of the user's stands in for its copy: it must not be written through.
-            os.unlink(file)
+        if is_write and file and self._inside is not None:
+            make_own(file, self._inside, keep=False)
         self._depth += 1
         try:
             result = inner(*args, **kwargs)

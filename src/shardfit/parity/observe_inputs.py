@@ -168,7 +168,7 @@ class Draws:
 
 def _states() -> list[Tensor]:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     return states
 

@@ -1,4 +1,4 @@
-"""The modules that a script trains: their parameters' names, parts and gradients, and what FSDP2 made of them."""
+"""The modules that a script trains: names, parts and gradients of parameters, and FSDP2's units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run a script as it is and record its training: `python -m shardfit.parity.recorder FOLDER SCRIPT [ARG ...]`.
+"""Run a script as it is and record its training.
+
+    python -m shardfit.parity.recorder FOLDER [--steps N] SCRIPT [ARG ...]
 
 In one process for the original, in each rank under torchrun for the candidate. The script
 is not edited; torch's public calls are observed. Written into FOLDER by each rank:
@@ -93,10 +95,12 @@ import torch
 from shardfit.parity.observe import Limits, Observer
 from shardfit.parity.observe_inputs import Exchange
 from shardfit.parity.recording import Ending, RankRecord, Step
+from shardfit.parity.scratch import make_own
 
 # Ranks that have ended wait so long for the others to write their records too: a launcher that
 # sees one end badly ends the rest at once.
 _MEET_SECONDS = 20.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Recorder:
@@ -195,7 +199,7 @@ class Recorder:
             weights.setdefault(part.name, values)
         torch_save = getattr(torch.save, "__wrapped__", torch.save)
         torch_save(weights, self.folder / f"weights-{self.rank}.pt")
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_available()
         RankRecord(
             script=self.script,
             argv=tuple(self.argv),
@@ -254,9 +258,20 @@ def _end(code: int) -> None:
 def _die_with_parent() -> None:
     """Linux: a launcher that is killed takes this process with it."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _keep_inside(scratch: Path) -> None:
+    """What the script opens to write in its copy is its own, also where a link stands for a large file."""
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(args[0], str) or not isinstance(args[2], int):
+            return
+        if args[2] & (os.O_WRONLY | os.O_RDWR):
+            make_own(args[0], scratch, keep=not args[2] & os.O_TRUNC)
+
+    sys.addaudithook(audit)
 
 
 def main() -> None:
@@ -279,6 +294,8 @@ def main() -> None:
         )
         os.dup2(output, 1)
         os.dup2(output, 2)
+    if args.scratch is not None:
+        _keep_inside(args.scratch)
     limits = Limits(
         steps=args.steps,
         stop_after_save=args.stop_after_save,
