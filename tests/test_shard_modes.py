@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from model_zoo import LanguageModel, build, run
 from ranks import run_ranks
-from shardfit import Precision, Unit, plan_of, plan_units, shard
+from shardfit import Precision, ShardfitError, Unit, plan_of, plan_units, shard
 from test_shard import train_both
 
 
@@ -72,6 +72,17 @@ def tensor_parallel(ranks, tied):
 def test_over_the_data_axes_of_a_mesh_with_a_tensor_axis(tied):
     results = run_ranks(tensor_parallel, world=4, init={"tensor": 2}, tied=tied)
     assert max(results) < 2e-5
+
+
+def low_tensor_parallel(ranks):
+    model = LanguageModel().bfloat16()
+    parallelize_module(model, ranks.mesh["tensor"], {"layers.*.up": ColwiseParallel()})
+    with pytest.raises(ShardfitError, match=r"SF402[\s\S]*layers\.0\.up\.weight"):
+        shard(model, plan_units(model, precision=Precision(param="bfloat16")), ranks)
+
+
+def test_a_low_precision_master_on_the_tensor_axis_is_refused():
+    run_ranks(low_tensor_parallel, init={"tensor": 2})
 
 
 def precisions(ranks):
@@ -213,17 +224,46 @@ def test_blocks_compile_in_place():
         assert graphs > 0
 
 
+def compiled_whole(ranks):
+    """The user compiles the sharded model himself."""
+    model, inputs = build("language model")
+    alone = copy.deepcopy(model)
+    shard(model, None, ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's own, of graph breaks and .grad
+        call = torch.compile(model, backend="eager")
+        losses = []
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, alone)]
+        for _ in range(3):
+            pair = [run(m, inputs) for m in (call, alone)]
+            with torch.no_grad():
+                run(call, inputs)
+            for loss, optimizer in zip(pair, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append([loss.item() for loss in pair])
+    return losses
+
+
+def test_a_sharded_model_may_be_compiled_whole():
+    for ours, theirs in run_ranks(compiled_whole)[0]:
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def methods(ranks):
     model, inputs = build("language model")
     alone = copy.deepcopy(model)
-    shard(model, plan_units(model, methods=["encode"]), ranks)
+    shard(model, plan_units(model, methods=["encode", "generate"]), ranks)
     tokens = inputs["x"]
     same = [torch.equal(model.encode(tokens), alone.encode(tokens))]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reference = torch.optim.SGD(alone.parameters(), lr=1.0)
     for _ in range(2):
         with torch.no_grad():
-            same.append(torch.allclose(model.encode(tokens), alone.encode(tokens), rtol=1e-5, atol=1e-6))
+            for name in ("encode", "generate"):
+                ours, theirs = (getattr(m, name)(tokens) for m in (model, alone))
+                same.append(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5))
         for m, o in ((model, optimizer), (alone, reference)):
             o.zero_grad()
             m.encode(tokens).square().mean().backward()
@@ -233,7 +273,7 @@ def methods(ranks):
 
 
 def test_other_methods_count_as_forward():
-    assert run_ranks(methods) == [[True] * 3] * 2
+    assert run_ranks(methods) == [[True] * 5] * 2
 
 
 def lookups(ranks, checkpointed):

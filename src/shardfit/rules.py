@@ -170,6 +170,13 @@ _TABLE = (
         "After sharding, use register_post_accumulate_grad_hook.",
     ),
     Rule(
+        "SF402",
+        "bf16-master-weights",
+        "error",
+        "the weights that the optimizer updates are kept in low precision, which loses small updates",
+        "Keep masters in float32 and compute in less: Precision(param=...).",
+    ),
+    Rule(
         "SF412",
         "offload-without-cpu-backend",
         "error",

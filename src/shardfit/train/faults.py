@@ -251,6 +251,14 @@ def _parameter_faults(model: nn.Module, plan: Plan, ranks: Ranks) -> Iterator[Sh
                     'ranks.mesh["tensor"], ...)',
                     code="SF319",
                 )
+            master = plan.precision.master
+            if master and parameter.requires_grad and parameter.dtype != getattr(torch, master):
+                yield ShardfitError(
+                    "a parameter on the tensor axis does not have the master dtype",
+                    evidence=f"{path}: {parameter.dtype}, master={master}",
+                    fix=f"cast the model to {master} before parallelize_module",
+                    code="SF402",
+                )
     for path, buffer in model.named_buffers():
         if isinstance(buffer, UninitializedBuffer):
             yield ShardfitError(
