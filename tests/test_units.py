@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model_zoo import LIBRARY, PLAIN, Block, Branches, Experts, LanguageModel, Mixture, Reader, Shared, build
 from shardfit import Plan, Precision, ShardfitError, Unit, plan_units
-from shardfit.train.units import CAN_RUN_IN_PART
+from shardfit.train.pieces import CAN_RUN_IN_PART
 
 
 def paths(plan):
@@ -217,6 +222,23 @@ def test_by_hand_and_wrong():
         plan_units(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(ShardfitError, match="SF319"):
         plan_units(LanguageModel(), units=["layers.*", "layers.0"])
+
+
+def test_plans_are_the_same_in_every_process():
+    """Down to the words: nothing depends on the order of a set."""
+    code = "from model_zoo import build; from shardfit import plan_units; "
+    code += "print([plan_units(build(k)[0]) for k in ('tied', 'reader', 'shared')])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**environment, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(texts) == 1
 
 
 def test_the_model_is_only_looked_at():

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from shardfit import _torch
 from shardfit.plan import MeshShape, Plan, Precision, Unit
 from shardfit.train.agree import refuse_differences
 from shardfit.train.carry import note_parameters, put_back
@@ -83,14 +84,7 @@ def shard(
     refuse_faults(model, plan, ranks)
     refuse_differences(model, plan, ranks, with_parameters=weights is None)
 
-    try:
-        from shardfit.train.init import take_recording
-    except ImportError:
-
-        def take_recording(_):
-            return None
-
-    recording = take_recording(model)
+    recording = _take_recording(model)
     carried = note_parameters(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = repeated_blocks(modules, plan)
@@ -115,6 +109,16 @@ def shard(
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan that `shard` applied to `model`, with the sizes of the mesh that it was applied on."""
     return _plans.get(model)
+
+
+def _take_recording(model: nn.Module) -> Recording | None:
+    """How to make the values of a deferred model; its tensors are meta after it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.is_meta or _torch.has_values(tensor) for tensor in tensors):
+        return None
+    from shardfit.train.init import take_recording
+
+    return take_recording(model)
 
 
 def _fits_any_mesh(plan: Plan) -> bool:
@@ -200,7 +204,7 @@ def _fill(
         materialize(model, recording, device=ranks.device)
     # FSDP2 copies shards that are shorter than others into padded ones, at the first forward, or
     # after any load_state_dict. Have it done now: from here on local tensors are the ones that train.
-    model.load_state_dict({}, strict=False)
+    nn.Module.load_state_dict(model, {}, strict=False)
 
 
 def _unwritten(model: nn.Module) -> bool:
