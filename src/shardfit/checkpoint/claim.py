@@ -21,6 +21,7 @@ from shardfit.checkpoint.layout import (
     list_unfinished,
     next_slot,
     remove,
+    sync,
 )
 from shardfit.checkpoint.retain import choose_expired
 from shardfit.errors import ShardfitError
@@ -88,7 +89,9 @@ class Claim:
                 f"it, is at step {step}",
                 fix="call resume() first, or save a new run to a folder of its own",
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
         self.num_saves += 1
         name = f".{slot.name}.saving-{self.token}{self.num_saves:04x}"
         (self.folder / name).mkdir()

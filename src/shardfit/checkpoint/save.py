@@ -93,7 +93,7 @@ def collect(parts: Parts, peers: Peers, random_state: Callable[[], Any]) -> Cont
             return None
         if path in content.tensors:
             raise ShardfitError("two tensors of the state have one name", evidence=path, fix="rename one")
-        content.tensors[path] = _reduced(value.detach())
+        content.tensors[path] = value.detach()
         return {"!sharded" if isinstance(value, DTensor) else "!stored": path}
 
     for name, tensor in model.tensors.items():
@@ -163,7 +163,11 @@ def _write_tensors(place: Path, tensors: dict[str, Tensor], peers: Peers) -> Non
     # More threads than one would lose a writer's error (SF722).
     writer = dcp.FileSystemWriter(place, single_file_per_rank=True, sync_files=True, thread_count=1)
     with quiet():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=peers.alone)
+        dcp.save(
+            {name: _reduced(value) for name, value in tensors.items()},
+            storage_writer=writer,
+            no_dist=peers.alone,
+        )
 
 
 def _write_rest(place: Path, content: Content, peers: Peers, plan: Plan | None) -> list[SavedFile]:
