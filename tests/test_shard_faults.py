@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ FAULTS = {
     "max_norm": (None, renormed, "SF219"),
     "hook": (None, hooked, r"SF334.*\n.*norm\.weight"),
     "lazy": (None, lazy, "lazy parameter"),
-    "method": (root().replace(methods=("generate",)), None, "LanguageModel.generate"),
+    "method": (root().replace(methods=("translate",)), None, "LanguageModel.translate"),
     "mesh": (root().replace(mesh=MeshShape(replicate=2)), None, "SF104"),
     "reshard": (Plan(units=(Unit(paths=("",), reshard=3),)), None, "reshard=3, shard axis 2"),
     "no blocks": (root().replace(checkpointing="full"), None, "no repeated blocks"),
@@ -77,28 +78,35 @@ FAULTS = {
 }
 
 
-def refused(ranks, kind):
-    plan, change, _ = FAULTS[kind]
-    model = LanguageModel()
-    if change:
-        change(model)
-    before = {n: (id(p), type(p)) for n, p in model.named_parameters()}
-    try:
-        shard(model, plan, ranks)
-    except ShardfitError as error:
-        assert before == {n: (id(p), type(p)) for n, p in model.named_parameters()}
-        assert not any(isinstance(m, FSDPModule) for m in model.modules())
+def refused(ranks):
+    messages = {}
+    for kind, (plan, change, _) in FAULTS.items():
+        model = LanguageModel()
+        if change:
+            change(model)
+        before = {n: (id(p), type(p)) for n, p in model.named_parameters()}
+        try:
+            shard(model, plan, ranks)
+        except ShardfitError as error:
+            messages[kind] = str(error)
+        else:
+            messages[kind] = "not refused"
+            continue
+        assert before == {n: (id(p), type(p)) for n, p in model.named_parameters()}, kind
+        assert not any(isinstance(m, FSDPModule) for m in model.modules()), kind
         assert plan_of(model) is None
-        return str(error)
-    return "not refused"
+    return messages
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return run_ranks(refused)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_are_refused_before_anything_is_touched(kind):
-    import re
-
-    for message in run_ranks(refused, kind=kind):
-        assert re.search(FAULTS[kind][2], message), message
+def test_faults_are_refused_before_anything_is_touched(refusals, kind):
+    for messages in refusals:
+        assert re.search(FAULTS[kind][2], messages[kind]), messages[kind]
 
 
 def wrapped(ranks):
@@ -137,45 +145,44 @@ def test_models_that_are_wrapped_or_sharded_already():
     assert "layers.0 is a FSDPBlock" in by_hand
 
 
-def differing(ranks, what):
-    torch.manual_seed(0)
-    model = LanguageModel()
-    model.register_buffer("table", torch.zeros(3), persistent=False)
-    plan = None
-    if what == "seed":
-        torch.manual_seed(ranks.rank)
-        model = LanguageModel()
-    elif what == "one value" and ranks.rank == 1:
-        with torch.no_grad():
-            model.layers[2].down.bias[3] += 1e-7
-    elif what == "buffer" and ranks.rank == 1:
-        model.table.add_(1)
-    elif what == "shape" and ranks.rank == 1:
-        model = LanguageModel(depth=4)
-    elif what == "plan" and ranks.rank == 1:
-        plan = plan_units(model, units=["layers.0"])
-    try:
-        shard(model, plan, ranks)
-    except ShardfitError as error:
-        return str(error)
-    return "not refused"
+def differing(ranks):
+    messages = {}
+    for what in DIFFERENCES:
+        torch.manual_seed(ranks.rank if what == "seed" else 0)
+        model = LanguageModel(depth=4 if what == "shape" and ranks.rank == 1 else 3)
+        model.register_buffer("table", torch.zeros(3), persistent=False)
+        plan = None
+        if what == "one value" and ranks.rank == 1:
+            with torch.no_grad():
+                model.layers[2].down.bias[3] += 1e-7
+        elif what == "buffer" and ranks.rank == 1:
+            model.table.add_(1)
+        elif what == "plan" and ranks.rank == 1:
+            plan = plan_units(model, units=["layers.0"])
+        try:
+            shard(model, plan, ranks)
+        except ShardfitError as error:
+            messages[what] = str(error)
+        else:
+            messages[what] = "not refused"
+    return messages
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("seed", "SF205"),
-        ("one value", "layers.2.down.bias is the first of 1"),
-        ("buffer", "SF218"),
-        ("shape", "different models"),
-        ("plan", "different plans"),
-        ("nothing", "not refused"),
-    ],
-)
-def test_ranks_that_differ(what, message):
-    for init in ({}, {"replicate": 2}):
-        results = run_ranks(differing, world=4 if init else 2, init=init, what=what)
-        assert all(message in result for result in results), results
+DIFFERENCES = {
+    "seed": "SF205",
+    "one value": "layers.2.down.bias is the first of 1",
+    "buffer": "SF218",
+    "shape": "different models",
+    "plan": "different plans",
+    "nothing": "not refused",
+}
+
+
+@pytest.mark.parametrize(("world", "init"), [(2, {}), (4, {"replicate": 2})])
+def test_ranks_that_differ(world, init):
+    for messages in run_ranks(differing, world=world, init=init):
+        for what, expected in DIFFERENCES.items():
+            assert expected in messages[what], (what, messages[what])
 
 
 def carried(ranks):
