@@ -363,6 +363,18 @@ def full_disk_in_sync(ranks, extra):
     return lambda: setattr(os, "fsync", sync)
 
 
+def full_disk_in_own_file(ranks, extra):
+    """Past torch's writer: what rank 1 has of its own does not fit."""
+    replace = os.replace
+    if ranks.rank == 1:
+
+        def fail(old, new):
+            raise OSError(28, "No space left on device")
+
+        os.replace = fail
+    return lambda: setattr(os, "replace", replace)
+
+
 def full_disk_in_commit(ranks, extra):
     rename = os.rename
     if ranks.rank == 0:
@@ -404,6 +416,7 @@ def refusing_part(ranks, extra):
 FAULTS = {
     "full_disk_in_tensors": full_disk_in_tensors,
     "full_disk_in_sync": full_disk_in_sync,
+    "full_disk_in_own_file": full_disk_in_own_file,
     "full_disk_in_commit": full_disk_in_commit,
     "no_permission": no_permission,
     "unstorable": unstorable,

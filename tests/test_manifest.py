@@ -175,6 +175,7 @@ def test_next_slot_is_greater_than_all():
     assert next_slot([Slot(0, 5)], 6) == Slot(0, 6)
     assert next_slot([Slot(0, 5)], 5) == Slot(1, 5)
     assert next_slot([Slot(0, 5), Slot(1, 2)], 3) == Slot(1, 3)
+    assert next_slot([Slot(0, 99_999_999)], 100_000_000) == Slot(0, 100_000_000)
 
 
 def test_a_deletion_cut_short_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
