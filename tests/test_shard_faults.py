@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model_zoo import Block, Branches, LanguageModel, Reader, run
 from ranks import run_ranks
-from shardfit import MeshShape, Plan, ShardfitError, Unit, plan_of, plan_units, shard
+from shardfit import MeshShape, Plan, Precision, ShardfitError, Unit, plan_of, plan_units, shard
 
 
 def root(*units):
@@ -46,7 +46,11 @@ def lazy(m):
 
 
 def cached(m):
-    m.config = type("Config", (), {"use_cache": True})()
+    m.layers.config = type("Config", (), {"use_cache": True})()
+
+
+def batch_normed(m):
+    m.more = nn.BatchNorm1d(4)
 
 
 FAULTS = {
@@ -68,7 +72,8 @@ FAULTS = {
     "mesh": (root().replace(mesh=MeshShape(replicate=2)), None, "SF104"),
     "reshard": (Plan(units=(Unit(paths=("",), reshard=3),)), None, "reshard=3, shard axis 2"),
     "no blocks": (root().replace(checkpointing="full"), None, "no repeated blocks"),
-    "cache": (root("layers.0", "layers.1").replace(checkpointing="full"), cached, "use_cache"),
+    "cache": (root("layers.0", "layers.1").replace(checkpointing="full"), cached, r"layers\.config"),
+    "batch norm": (root().replace(precision=Precision(param="bfloat16")), batch_normed, "SF409"),
     "twice": (
         Plan(units=(Unit(paths=("layers.0",)), Unit(paths=("layers.2",)), Unit(paths=("",)))),
         lambda m: m.layers.__setitem__(2, m.layers[0]),

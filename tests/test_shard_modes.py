@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from model_zoo import LanguageModel, build, run
+from model_zoo import LIBRARY, LanguageModel, build, run
 from ranks import run_ranks
 from shardfit import Precision, ShardfitError, Unit, plan_of, plan_units, shard
 from test_shard import train_both
@@ -110,6 +110,35 @@ def test_low_precision_computes_low_and_keeps_float32_masters():
     assert result["gradients"] == {torch.float32}
     assert result["computed"] == (torch.bfloat16, torch.bfloat16)
     assert result["output"] == torch.float32
+
+
+def low_library(ranks):
+    """Losses of the kinds of model that compute in bf16, and of one process in float32."""
+    losses = {}
+    for kind in LIBRARY:
+        model, inputs = build(kind)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "use_cache", None):
+                module.config.use_cache = False
+        alone = run(model, inputs).item()
+        try:
+            plan = plan_units(model, precision=Precision(param="bfloat16"), checkpointing="full")
+            shard(model, plan, ranks)
+        except ShardfitError as error:
+            losses[kind] = str(error)
+            continue
+        loss = run(model, inputs)
+        loss.float().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}, kind
+        losses[kind] = (loss.item(), alone)
+    return losses
+
+
+def test_library_models_in_low_precision_with_checkpointing():
+    losses = run_ranks(low_library)[0]
+    assert "SF409" in losses.pop("resnet")
+    for kind, (ours, alone) in losses.items():
+        assert ours == pytest.approx(alone, rel=0.02), kind
 
 
 def low_rank(ranks):

@@ -177,6 +177,13 @@ _TABLE = (
         "Keep masters in float32 and compute in less: Precision(param=...).",
     ),
     Rule(
+        "SF409",
+        "fp32-buffer-meets-bf16",
+        "error",
+        "a float32 buffer meets low-precision parameters or activations",
+        "Cast the buffer where it is used, or compute under torch.autocast instead of a param dtype.",
+    ),
+    Rule(
         "SF412",
         "offload-without-cpu-backend",
         "error",

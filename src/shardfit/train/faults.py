@@ -39,6 +39,7 @@ def refuse_faults(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
     faults += [
         *_parameter_faults(model, plan, ranks),
         *_module_faults(structure, plan),
+        *_norm_faults(structure, plan),
         *_method_faults(model, plan),
     ]
     _raise(faults)
@@ -94,7 +95,8 @@ def _wrapped(model: nn.Module) -> Iterator[ShardfitError]:
 
 def _is_in_ddp(model: nn.Module) -> bool:
     return any(
-        issubclass(type(held), DistributedDataParallel) and held.module is model for held in gc.get_objects()
+        issubclass(type(held), DistributedDataParallel) and getattr(held, "module", None) is model
+        for held in gc.get_objects()
     )
 
 
@@ -291,12 +293,42 @@ def _module_faults(structure: Structure, plan: Plan) -> Iterator[ShardfitError]:
                 evidence=f"units: {'; '.join(_names(unit.paths) for unit in plan.units)}",
                 fix='checkpointing="none", or name the blocks: plan_units(model, units=["layers.*"])',
             )
-        if getattr(getattr(structure.model, "config", None), "use_cache", False) is True:
+        caching = [
+            f"{path}.config" if path else "config"
+            for path, module in structure.modules.items()
+            if getattr(getattr(module, "config", None), "use_cache", False) is True
+        ]
+        if caching:
             yield ShardfitError(
                 "a recomputed block would write to the cache twice",
-                evidence=f"{type(structure.model).__name__}.config.use_cache is True",
-                fix="model.config.use_cache = False while training with checkpointing",
+                evidence=f"use_cache is True in {', '.join(caching[:4])}"
+                + (f" and {len(caching) - 4} more" if len(caching) > 4 else ""),
+                fix="set use_cache = False in each: model.config, model.decoder.config if there is one",
             )
+
+
+def _norm_faults(structure: Structure, plan: Plan) -> Iterator[ShardfitError]:
+    low = plan.precision.param and getattr(torch, plan.precision.param)
+    for path, module in structure.modules.items():
+        if (
+            low
+            and isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+            and module.weight is not None
+            and module.running_mean is not None
+            and module.running_mean.dtype != low
+        ):
+            yield ShardfitError(
+                f"batch norm keeps {_short(module.running_mean.dtype)} statistics and can't compute in "
+                f"{plan.precision.param} beside them",
+                evidence=f"{path}: {type(module).__name__}",
+                fix="leave Precision.param out, and call the model under torch.autocast",
+                code="SF409",
+            )
+            return
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _method_faults(model: nn.Module, plan: Plan) -> Iterator[ShardfitError]:
