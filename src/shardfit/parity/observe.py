@@ -8,7 +8,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardfit import _torch
+from shardfit.parity.observe_calls import Calls
 from shardfit.parity.observe_files import Files
 from shardfit.parity.observe_inputs import (
     Draws,
@@ -38,7 +38,6 @@ from shardfit.parity.observe_inputs import (
 from shardfit.parity.observe_modules import Models, ancestors_of, class_name
 from shardfit.parity.recording import Step
 
-_MAX_CLIPS = 1000
 _SNAPSHOT_SECONDS = 600.0
 
 
@@ -65,7 +64,7 @@ class _Open:
     rows: list[int] = field(default_factory=list)
     backwards: int = 0
     training: bool = True
-    stepped: list[int] = field(default_factory=list)
+    stepped: list[Optimizer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +111,7 @@ class Observer:
         self.files = Files(
             num_steps=lambda: self.num_steps, inside=limits.scratch, is_active=lambda: self.is_active
         )
+        self._calls = Calls(num_steps=lambda: self.num_steps, is_active=lambda: self.is_active)
         self._exchange = exchange
         self._limits = limits
         self._on_step, self._on_stop, self._on_beat = on_step, on_stop, on_beat
@@ -120,22 +120,18 @@ class Observer:
         self._seen = _Seen()
         self._squares: dict[str, float] = {}  # after the last backward, not yet of a step
         self._open: _Open | None = None
-        self._order: dict[int, weakref.ref[Optimizer]] = {}
-        self._steps_of: Counter[int] = Counter()
+        self._steps_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._backward_depth = 0
         self._step_depth = 0
         self._hollow: list[bool] = []
         self._forwards_since_step = 0
         self._draws = Draws()
-        self._scale: float | None = None
         self._before_first: dict[str, str] = {}
         self._looked_above: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._snapshot_step: int | None = None
         self._last_close = time.monotonic()
-        self._warnings: list[str] = []
         self._lists: dict[str, list[Any]] = {
-            name: [] for name in ("backwards", "forwards", "modes", "scales", "rng", "clips", "unsynced")
+            name: [] for name in ("backwards", "forwards", "modes", "scales", "rng", "unsynced")
         }
         self._counts: dict[str, Counter[str]] = {"loss_dtypes": Counter(), "grad_dtypes": Counter()}
         self._maps: dict[str, dict[str, Any]] = {"missing_grads": {}, "row_digests": {}}
@@ -157,11 +153,7 @@ class Observer:
         self._wrap_calls()
         self._wrap_backward()
         self._wrap_optimizers()
-        self._wrap_scalers()
-        self._wrap_clips()
-        self._wrap_schedulers()
-        self._wrap_warnings()
-        _draw_alike_in_models()
+        self._calls.install()
 
     # Forwards
 
@@ -266,7 +258,7 @@ class Observer:
                 value = value * _whole(weight.detach()).double()
             total += float(value.sum())
             self._counts["loss_dtypes"][_dtype_name(loss)] += 1
-        self._seen.losses.append(total / (self._scale or 1.0))
+        self._seen.losses.append(total / (self._calls.scale or 1.0))
         self._seen.backwards += 1
 
     def _after_backward(self) -> None:
@@ -279,7 +271,7 @@ class Observer:
         self._on_beat()
 
     def _unscaled(self, squares: dict[str, float]) -> dict[str, float]:
-        factor = (self._scale or 1.0) ** 2
+        factor = (self._calls.scale or 1.0) ** 2
         return {name: value / factor for name, value in squares.items()}
 
     # Steps
@@ -304,16 +296,16 @@ class Observer:
         self._hollow.append(not closure and self._is_hollow(optimizer))
         if self._hollow[-1]:
             return
-        if self._open is not None and id(optimizer) in self._open.stepped:
+        if self._open is not None and optimizer in self._open.stepped:
             self._close()
-            if self._is_complete():
-                self._on_stop()
+        if self._open is None and self._is_complete():
+            self._on_stop()
         self._step_depth += 1
         if closure:
             self._once["closure"] = True
         if self._open is None:
             self._open = _Open()
-        self._open.stepped.append(id(optimizer))
+        self._open.stepped.append(optimizer)
         self._open.lr += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.models.refresh()
         own = [t for group in optimizer.param_groups for t in group["params"]]
@@ -321,7 +313,7 @@ class Observer:
         names = {held.name for held in self.models.held_by(own)}
         if self._backward_depth or not names & set(self._squares):
             self._squares |= self._unscaled(self.models.squares(own))
-        if self._steps_of[id(optimizer)] < 3:
+        if self._steps_of.get(optimizer, 0) < 3:
             self._note_first_steps(own)
 
     def _is_hollow(self, optimizer: Optimizer) -> bool:
@@ -350,7 +342,7 @@ class Observer:
         self._step_depth -= 1
         step, seen = self._open, self._seen
         assert step is not None
-        self._steps_of[id(optimizer)] += 1
+        self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
         step.losses += seen.losses
         for name in self.models.names_for(optimizer):
             if name in self._squares:
@@ -364,13 +356,13 @@ class Observer:
             self._once.setdefault("unsynced_units", seen.unsynced)
         self._seen = _Seen()
         self._forwards_since_step = 0
-        if not self._backward_depth and all(id(o) in step.stepped for o in self._expected()):
+        if not self._backward_depth and all(o in step.stepped for o in self._expected()):
             self._close()
 
     def _expected(self) -> list[Optimizer]:
         """Optimizers that should take part in the open step: all in the first, then those that ever did."""
         alive = self.models.optimizers
-        return alive if not self.steps else [o for o in alive if self._steps_of[id(o)]]
+        return alive if not self.steps else [o for o in alive if o in self._steps_of]
 
     def _close(self) -> None:
         step = self._open
@@ -392,8 +384,8 @@ class Observer:
         self._lists["backwards"].append(step.backwards)
         self._lists["forwards"].append(len(step.inputs))
         self._lists["modes"].append(step.training)
-        if self._scale is not None:
-            self._lists["scales"].append(self._scale)
+        if self._calls.scale is not None:
+            self._lists["scales"].append(self._calls.scale)
         self._open = None
         self.steps.append(closed)
         self._last_close = now
@@ -454,71 +446,7 @@ class Observer:
         self._once["snapshot"] = step
         self._on_beat()
 
-    # What else tells
-
-    def _wrap_scalers(self) -> None:
-        inner = torch.amp.GradScaler.scale
-
-        @functools.wraps(inner)
-        def scale(this: Any, *args: Any, **kwargs: Any) -> Any:
-            result = inner(this, *args, **kwargs)
-            if self.is_active and this.is_enabled():
-                self._scale = float(this.get_scale())
-            return result
-
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
-
-    def _wrap_clips(self) -> None:
-        import shardfit.train.clip
-
-        owners: list[tuple[Any, str]] = [
-            (torch.nn.utils, "torch"),
-            (torch.nn.utils.clip_grad, "torch"),
-            (shardfit.train.clip, "shardfit"),
-        ]
-        for owner, home in owners:
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                if hasattr(owner, name):
-                    setattr(owner, name, self._clip(getattr(owner, name), f"{home}.{name}"))
-
-    def _clip(self, inner: Callable[..., Any], call: str) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            result = inner(parameters, *args, **kwargs)
-            clips = self._lists["clips"]
-            if self.is_active and len(clips) < _MAX_CLIPS:
-                limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-                plain = isinstance(result, Tensor) and not isinstance(result, DTensor)
-                norm = float(result) if plain else None
-                clips.append(
-                    {"call": call, "step": self.num_steps, "max_norm": float(limit or 0.0), "norm": norm}
-                )
-            return result
-
-        return clip
-
-    def _wrap_schedulers(self) -> None:
-        base = torch.optim.lr_scheduler.LRScheduler
-        inner = base.__init__
-
-        @functools.wraps(inner)
-        def init(this: Any, *args: Any, **kwargs: Any) -> None:
-            inner(this, *args, **kwargs)
-            self._schedulers.add(this)
-
-        base.__init__ = init  # type: ignore[method-assign, assignment]
-
-    def _wrap_warnings(self) -> None:
-        inner = warnings.showwarning
-
-        @functools.wraps(inner)
-        def show(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            text = f"{category.__name__}: {message}"[:400]
-            if len(self._warnings) < 20 and text not in self._warnings:
-                self._warnings.append(text)
-            inner(message, category, *args, **kwargs)
-
-        warnings.showwarning = show
+    # Ends
 
     def finish(self) -> None:
         """The script has ended: what is open is complete."""
@@ -542,42 +470,21 @@ class Observer:
         facts["rng_differs"] = self._draws.differs
         if self._exchange.broken:
             facts["exchange_broken"] = self._exchange.broken
-        facts["warnings"] = self._warnings
+        facts |= self._calls.facts(list(self._steps_of))
         facts["buffers"] = self.models.buffers()
         facts["optimizers"] = [
             {
                 "class": type(optimizer).__name__,
                 "groups": [len(group["params"]) for group in optimizer.param_groups],
-                "steps": self._steps_of[id(optimizer)],
+                "steps": self._steps_of.get(optimizer, 0),
             }
             for optimizer in self.models.optimizers
-        ]
-        facts["schedulers"] = [
-            {
-                "class": type(scheduler).__name__,
-                "last_epoch": getattr(scheduler, "last_epoch", None),
-                "drives": bool(self._steps_of[id(getattr(scheduler, "optimizer", None))]),
-            }
-            for scheduler in self._schedulers
         ]
         return facts
 
     def _module_facts(self) -> dict[str, Any]:
         self.models.refresh()
         return self.models.facts(self._exchange.world)
-
-
-def _draw_alike_in_models() -> None:
-    """Ranks that would draw their own dropout (for speed) draw the whole batch's here."""
-    from shardfit.train import draws, random
-
-    class Inert:
-        def remove(self) -> None:
-            pass
-
-    owners: list[Any] = [draws, random]
-    for owner in owners:
-        owner.rank_draws = lambda model, ranks: Inert()
 
 
 def _whole(tensor: Tensor) -> Tensor:
