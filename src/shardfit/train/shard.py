@@ -22,12 +22,13 @@ from shardfit import _torch
 from shardfit.plan import MeshShape, Plan, Precision, Unit
 from shardfit.train.agree import refuse_differences
 from shardfit.train.carry import note_parameters, put_back
-from shardfit.train.faults import refuse_faults, refuse_unfit, repeated_blocks
+from shardfit.train.faults import refuse_faults, refuse_unfit
 from shardfit.train.gathered import keep_fresh
 from shardfit.train.launch import Ranks, current_ranks
 from shardfit.train.mesh import mesh_shape
 from shardfit.train.recompute import checkpoint_blocks, compile_blocks
 from shardfit.train.stored import open_weights
+from shardfit.train.unfit import repeated_blocks
 from shardfit.train.units import plan_units
 from shardfit.train.weights import allocate, load_weights
 
@@ -75,7 +76,7 @@ def shard(
             deferred or meta model is initialised; load into it, if at all, afterwards.
 
     Raises:
-        ShardfitError: see `shardfit.train.faults` and `refuse_differences`.
+        ShardfitError: see `shardfit.train.faults`, `shardfit.train.unfit` and `refuse_differences`.
     """
     refuse_unfit(model)
     ranks = ranks or current_ranks()
