@@ -162,6 +162,8 @@ def differing(ranks):
                 model.layers[2].down.bias[3] += 1e-7
         elif what == "buffer" and ranks.rank == 1:
             model.table.add_(1)
+        elif what == "weights on one rank" and ranks.rank == 1:
+            model.to("meta")
         elif what == "plan" and ranks.rank == 1:
             plan = plan_units(model, units=["layers.0"])
         try:
@@ -179,6 +181,7 @@ DIFFERENCES = {
     "buffer": "SF218",
     "shape": "different models",
     "plan": "different plans",
+    "weights on one rank": "on all with weights or on none",
     "nothing": "not refused",
 }
 

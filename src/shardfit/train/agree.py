@@ -31,13 +31,13 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks, *, with_param
         return
     parameters = {name for name, _ in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    words = [plan.digest(), *(f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors)]
+    words = [plan.digest(), *(_outline(name, tensor) for name, tensor in tensors)]
     outline = int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:8], "big", signed=True)
     if _differing(torch.tensor([outline]), ranks):
         raise ShardfitError(
             "ranks are about to shard different models, or by different plans",
             evidence=f"rank {ranks.rank} has {len(tensors)} tensors, plan {plan.digest()[:12]}",
-            fix="build the model from the same configuration on every rank",
+            fix="build the model from the same configuration on every rank, on all with weights or on none",
         )
     real = [
         (name, tensor)
@@ -59,6 +59,11 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks, *, with_param
             "deferred(), or load the weights on every rank",
             code="SF205" if is_parameter else "SF218",
         )
+
+
+def _outline(name: str, tensor: torch.Tensor) -> str:
+    values = "values" if _torch.has_values(tensor) else "shape only"
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {values}"
 
 
 def _differing(values: torch.Tensor, ranks: Ranks) -> list[int]:
