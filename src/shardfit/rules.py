@@ -58,6 +58,13 @@ _TABLE = (
         "Leave the shard axis out so that it takes what the other axes leave of the world.",
     ),
     Rule(
+        "SF201",
+        "materialised-never-initialised",
+        "error",
+        "the model has no weights yet, or memory that nothing has written",
+        "Let shard(model) materialise and fill it before it is trained, saved or resumed.",
+    ),
+    Rule(
         "SF204",
         "tie-broken-on-meta",
         "error",
