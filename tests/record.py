@@ -19,6 +19,14 @@ from typing import Any
 from shardfit.parity.recording import Recording
 
 LIMIT_SECONDS = 60.0
+# What every script would import in the course of its run.
+_PRELOADED = [
+    "shardfit.parity.recorder",
+    "shardfit.checkpoint.checkpointer",
+    "shardfit.train.random",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+]
 
 
 def record(
@@ -31,14 +39,14 @@ def record(
     exchange_seconds: float = 10.0,
     **limits: Any,
 ) -> Recording:
-    """Run `source` on that many ranks under the recorder; `limits` are those of `observe.Limits`."""
+    """Run `source` on that many ranks under the recorder; `limits` are those of `observe_cuts.Limits`."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "script.py"
     script.write_text(source)
     out = folder / "record"
     out.mkdir()
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardfit.parity.recorder"])
+    context.set_forkserver_preload(_PRELOADED)
     port = _free_port()
     processes = []
     for rank in range(ranks):
@@ -75,7 +83,7 @@ def _record(
     os.chdir(script.parent)
     import torch
 
-    from shardfit.parity.observe import Limits
+    from shardfit.parity.observe_cuts import Limits
     from shardfit.parity.recorder import Recorder
 
     torch.set_num_threads(1)

@@ -488,3 +488,45 @@ def batch():
     candidate = record(tmp_path / "candidate", HEAD + source + LOOP, ranks=2)
     assert_same(original, candidate)
     assert original.ranks[0].facts["forwards"] == [1] * 4
+
+
+def test_stops_after_a_save_that_one_rank_makes(tmp_path):
+    source = """
+for step in range(9):
+    x, y = batch()
+    F.cross_entropy(model(mine(x)), mine(y)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 2 == 1 and rank == 0:
+        torch.save({"step": step}, "ckpt.pt")
+"""
+    recording = record(tmp_path, HEAD + PLAIN + source, ranks=2, stop_after_save=3)
+    assert [(rank.ended, len(rank.steps)) for rank in recording.ranks] == [("stopped", 4)] * 2
+    assert [save.after_steps for save in recording.ranks[0].saves] == [2, 4]
+    assert recording.ranks[0].facts["save_files"] == [str(tmp_path / "ckpt.pt")] * 2
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path):
+    source = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+model = nn.Sequential(nn.Linear(8, 16), checkpoint_wrapper(nn.Linear(16, 4)))
+if world > 1:
+    model = DistributedDataParallel(model)
+model = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def batch():
+    return torch.randn(8, 8), torch.randint(4, (8,))
+"""
+    original = record(tmp_path / "original", HEAD + source + LOOP)
+    candidate = record(tmp_path / "candidate", HEAD + source + LOOP, ranks=2)
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for rank in original.ranks + candidate.ranks:
+        assert "recorder_error" not in rank.facts
+        assert [part.name for part in rank.parts] == names, rank.trace
+    assert mean_losses(candidate) == pytest.approx(mean_losses(original), rel=1e-5)
+    assert [rank.facts["ddp"] for rank in candidate.ranks] == [True, True]
+    # Replicas hold the whole gradient each.
+    for rank in candidate.ranks:
+        assert rank.steps[0].squares == pytest.approx(original.ranks[0].steps[0].squares, rel=1e-5)
+        assert rank.steps[3].weights == candidate.ranks[0].steps[3].weights

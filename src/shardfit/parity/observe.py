@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 import threading
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardfit import _torch
 from shardfit.parity.observe_calls import Calls
+from shardfit.parity.observe_cuts import Cuts, Limits
 from shardfit.parity.observe_files import Files
 from shardfit.parity.observe_inputs import (
     Draws,
@@ -37,8 +37,6 @@ from shardfit.parity.observe_inputs import (
 )
 from shardfit.parity.observe_modules import Models, ancestors_of, class_name
 from shardfit.parity.recording import Step
-
-_SNAPSHOT_SECONDS = 600.0
 
 
 @dataclass
@@ -65,24 +63,6 @@ class _Open:
     backwards: int = 0
     training: bool = True
     stepped: list[Optimizer] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Where the run is cut.
-
-    Attributes:
-        steps: it is stopped after this many optimizer steps. None: it ends by itself.
-        stop_after_save: stop after the first save at or after this step. None: not.
-        snapshot_at: keep a copy of `scratch` in `snapshot` as it is after the first save at or
-            after this step (before that, after the first of all). None: no copy.
-    """
-
-    steps: int | None = None
-    stop_after_save: int | None = None
-    snapshot_at: int | None = None
-    scratch: Path | None = None
-    snapshot: Path | None = None
 
 
 class Observer:
@@ -113,7 +93,7 @@ class Observer:
         )
         self._calls = Calls(num_steps=lambda: self.num_steps, is_active=lambda: self.is_active)
         self._exchange = exchange
-        self._limits = limits
+        self._cuts = Cuts(limits, exchange, self.files)
         self._on_step, self._on_stop, self._on_beat = on_step, on_stop, on_beat
         self._pid = os.getpid()
         self._thread = threading.local()
@@ -128,7 +108,6 @@ class Observer:
         self._draws = Draws()
         self._before_first: dict[str, str] = {}
         self._looked_above: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._snapshot_step: int | None = None
         self._last_close = time.monotonic()
         self._lists: dict[str, list[Any]] = {
             name: [] for name in ("backwards", "forwards", "modes", "scales", "rng", "unsynced")
@@ -147,6 +126,12 @@ class Observer:
     def num_steps(self) -> int:
         """Optimizer steps done."""
         return len(self.steps) + (self._open is not None)
+
+    @property
+    def _current(self) -> int:
+        """Index of the step that is being computed."""
+        is_awaited = self._open is not None and any(o not in self._open.stepped for o in self._expected())
+        return self.num_steps - is_awaited
 
     def install(self) -> None:
         self.files.install()
@@ -180,6 +165,19 @@ class Observer:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         self._boundary()
         self._on_beat()
+        with self._careful():
+            self._note_inputs(module, args, kwargs)
+        if self._exchange.world > 1:
+            with self._careful():
+                self._align_draws()
+        self._forwards_since_step += 1
+        try:
+            with self._draws.made():
+                yield
+        finally:
+            self._draws.after_forward()
+
+    def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.models.add_called(module)
         self._look_above(module)
         seen = self._seen
@@ -188,24 +186,32 @@ class Observer:
         seen.inputs.append(inputs)
         seen.rows.append(rows or 0)
         seen.training = seen.training and module.training
-        step = self.num_steps
+        step = self._current
         if step < 2:
             digests = self._maps["row_digests"].setdefault(str(step), [])
             digests.append(digest_rows(tensors, rows))
         generator = generator_digest()
         if len(self._lists["rng"]) == step:
             self._lists["rng"].append(generator)
-        if self._exchange.world > 1:
-            self.models.refresh()
-            mine = {"rows": rows or 0, "digest": inputs, "rng": generator, "place": self.data_place[0]}
-            key = f"forward/{step}/{self._forwards_since_step}"
-            self._draws.align(key, mine, self._exchange.all(key, mine), self._exchange)
-        self._forwards_since_step += 1
+
+    def _align_draws(self) -> None:
+        self.models.refresh()
+        mine = {
+            "rows": self._seen.rows[-1],
+            "digest": self._seen.inputs[-1],
+            "rng": generator_digest(),
+            "place": self.data_place[0],
+        }
+        key = f"forward/{self._current}/{self._forwards_since_step}"
+        self._draws.align(key, mine, self._exchange.all(key, mine), self._exchange)
+
+    @contextlib.contextmanager
+    def _careful(self) -> Iterator[None]:
+        """A mistake in looking must not look like the script's: it is noted, and the script goes on."""
         try:
-            with self._draws.made():
-                yield
-        finally:
-            self._draws.after_forward()
+            yield
+        except Exception:
+            self._once.setdefault("recorder_error", traceback.format_exc())
 
     @functools.cached_property
     def data_place(self) -> tuple[int, int]:
@@ -235,14 +241,16 @@ class Observer:
                 return inner(tensors, grad_tensors, *args, **kwargs)
             self._boundary()
             self._on_beat()
-            self._note_loss(tensors, grad_tensors if grad_tensors is not None else kwargs.get("grad_tensors"))
+            with self._careful():
+                self._note_loss(tensors, grad_tensors)
             self._backward_depth += 1
             try:
                 with self._draws.made():
                     result = inner(tensors, grad_tensors, *args, **kwargs)
             finally:
                 self._backward_depth -= 1
-            self._after_backward()
+            with self._careful():
+                self._after_backward()
             return result
 
         torch.autograd.backward = backward
@@ -298,7 +306,7 @@ class Observer:
             return
         if self._open is not None and optimizer in self._open.stepped:
             self._close()
-        if self._open is None and self._is_complete():
+        if self._open is None and self._cuts.is_complete(len(self.steps)):
             self._on_stop()
         self._step_depth += 1
         if closure:
@@ -314,7 +322,8 @@ class Observer:
         if self._backward_depth or not names & set(self._squares):
             self._squares |= self._unscaled(self.models.squares(own))
         if self._steps_of.get(optimizer, 0) < 3:
-            self._note_first_steps(own)
+            with self._careful():
+                self._note_first_steps(own)
 
     def _is_hollow(self, optimizer: Optimizer) -> bool:
         """A step without any gradient and loss, by which torch's checkpoints make an optimizer's state."""
@@ -379,8 +388,9 @@ class Observer:
             seconds=now - self._last_close,
         )
         if not self.steps:
-            self._note_unmoved(step)
-            self.first_facts = self._module_facts()
+            with self._careful():
+                self._note_unmoved(step)
+                self.first_facts = self._module_facts()
         self._lists["backwards"].append(step.backwards)
         self._lists["forwards"].append(len(step.inputs))
         self._lists["modes"].append(step.training)
@@ -401,50 +411,17 @@ class Observer:
             if square > 0 and name in after and after[name] == self._before_first.get(name)
         ]
 
-    def _is_complete(self) -> bool:
-        limit = self._limits.steps
-        return limit is not None and len(self.steps) >= limit
-
     def _boundary(self) -> None:
         """The script begins to compute: what belongs to the step before it is done."""
         if self._step_depth:
             return
-        if self._is_complete():
+        if self._cuts.is_complete(len(self.steps)):
             self._on_stop()
         if self._forwards_since_step == 0 and not self._seen.backwards and self.steps:
-            self._after_saves()
-
-    def _after_saves(self) -> None:
-        """All ranks have passed the place where the script saves: stop there, or keep what was saved."""
-        limits = self._limits
-        at = limits.stop_after_save if limits.stop_after_save is not None else limits.snapshot_at
-        if at is None or (self._snapshot_step is not None and self._snapshot_step >= at):
-            return
-        self.files.settle()
-        newest = max((s.after_steps for s in self.files.saves if s.after_steps), default=0)
-        key = f"saves/{len(self.steps)}"
-        values = self._exchange.all(key, newest)
-        newest = max(values) if values else newest
-        if limits.stop_after_save is not None:
-            if newest >= at:
+            began = time.monotonic()
+            if self._cuts.stops_after_saves(len(self.steps)):
                 self._on_stop()
-            return
-        if newest <= (self._snapshot_step or 0) or (self._snapshot_step and newest < at):
-            return
-        self._snapshot_step = newest
-        if self._exchange.rank == 0:
-            self._take_snapshot(newest)
-        self._exchange.all(f"{key}/taken", True, timeout_seconds=_SNAPSHOT_SECONDS)
-        self._last_close = time.monotonic()
-
-    def _take_snapshot(self, step: int) -> None:
-        scratch, snapshot = self._limits.scratch, self._limits.snapshot
-        assert scratch is not None
-        assert snapshot is not None
-        shutil.rmtree(snapshot, ignore_errors=True)
-        shutil.copytree(scratch, snapshot, symlinks=True)
-        self._once["snapshot"] = step
-        self._on_beat()
+            self._last_close += time.monotonic() - began
 
     # Ends
 
@@ -462,7 +439,7 @@ class Observer:
         facts |= {name: dict(counts) for name, counts in self._counts.items()}
         facts |= self._maps
         facts |= self._once
-        facts |= self.files.facts()
+        facts |= self.files.facts() | self._cuts.facts
         facts["forward_called_directly"] = self._direct
         facts["draws"] = self._draws.how
         if self._draws.why:

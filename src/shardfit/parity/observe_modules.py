@@ -113,15 +113,23 @@ class Models:
     def squares(self, only: Iterable[Tensor] | None = None) -> dict[str, float]:
         """By name, the sum of squares of this rank's part of each gradient, in float64."""
         wanted = None if only is None else {id(tensor) for tensor in only}
-        sums: dict[str, Tensor] = {}
+        sums: dict[torch.device, dict[str, Tensor]] = {}
+        names: set[str] = set()
         for held in self.held:
-            if held.tensor.grad is None or held.name in sums:
+            if held.tensor.grad is None or held.name in names:
                 continue
             if wanted is not None and id(held.tensor) not in wanted:
                 continue
             grad = _local_values(held.tensor.grad, like=held.tensor)
-            sums[held.name] = torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        return {name: float(value) for name, value in sums.items()}
+            names.add(held.name)
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            sums.setdefault(norm.device, {})[held.name] = norm.square()
+        # One read of a device, not one for each parameter.
+        return {
+            name: value
+            for found in sums.values()
+            for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True)
+        }
 
     def parts(self) -> list[tuple[Part, Tensor]]:
         """Each parameter's part on this rank, with its values: a plain tensor on the CPU."""

@@ -27,7 +27,8 @@ Modules and parameters, at the first optimizer step (at the end if there was non
 * `schedulers`: {"class", "last_epoch": at the end, "drives": whether its optimizer stepped}.
 * `changed`: {fact: value at the end} of those above that have another value then.
 
-Steps:
+Steps (those by which torch's checkpoint code makes an optimizer's state, without loss and gradient,
+do not count):
 
 * `backwards`, `forwards`: for each step, how many; `forwards` of trained modules with gradients on.
 * `modes`: for each step, whether all those forwards were in training mode.
@@ -67,6 +68,8 @@ Files:
 Ends:
 
 * `failed_at`: seconds since the epoch, where it ended by an error. The least is the first.
+* `recorder_error`: the trace of an exception of the recorder itself: what it could not see is missing
+  from the record. Left out where there was none.
 * `warnings`: the first 20 different, as "Category: message".
 * `buffers`: {name: digest} of floating-point buffers of trained modules at the end.
 """
@@ -92,9 +95,10 @@ from typing import Any
 
 import torch
 
-from shardfit.parity.observe import Limits, Observer
+from shardfit.parity.observe import Observer
+from shardfit.parity.observe_cuts import Limits
 from shardfit.parity.observe_inputs import Exchange
-from shardfit.parity.recording import Ending, RankRecord, Step
+from shardfit.parity.recording import Ending, Part, RankRecord, Step
 from shardfit.parity.scratch import make_own
 
 # Ranks that have ended wait so long for the others to write their records too: a launcher that
@@ -187,10 +191,17 @@ class Recorder:
     def _write(self, ended: Ending, *, error: BaseException | None = None, trace: str = "") -> None:
         observer = self.observer
         failed_at = time.time()
-        observer.finish()
-        facts = observer.facts()
-        parts = observer.models.parts()
-        data_rank, data_world = observer.data_place
+        facts: dict[str, Any] = {}
+        parts: list[tuple[Part, torch.Tensor]] = []
+        data_rank, data_world = self.rank, self.world
+        # The script's own ending is told also where what it left can't be read.
+        try:
+            observer.finish()
+            facts = observer.facts()
+            parts = observer.models.parts()
+            data_rank, data_world = observer.data_place
+        except Exception:
+            facts["recorder_error"] = traceback.format_exc()
         if error is not None:
             facts["failed_at"] = failed_at
         # Of two tensors with one name, the model's comes first, and is the one that trains.
