@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ranks import run_ranks
 from shardfit import ShardfitError
 from shardfit.train.clip import clip_grad_norm_, grad_norm
 
@@ -65,7 +66,6 @@ def clipped(ranks):
         (2, {}, 1),
         (4, {"replicate": 2}, 1),
         (4, {"tensor": 2}, 1),
-        (4, {"replicate": 2, "tensor": 2}, 1),
     ],
 )
 def test_same_norm_and_gradients_as_one_process(world, axes, num_collectives):
@@ -82,6 +82,38 @@ def test_same_norm_and_gradients_as_one_process(world, axes, num_collectives):
             assert num == num_collectives
             for mine, theirs in zip(gradients, (p.grad for p in model.parameters()), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
+
+
+def on_several_meshes(ranks):
+    """Experts: parameters on a flat mesh, on one axis of a square one, on both, and plain ones."""
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+    layouts = [
+        (flat, [Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Replicate(), Replicate()]),
+    ]
+    parameters = [nn.Parameter(torch.zeros_like(whole))]
+    parameters[0].grad = whole.clone()
+    for mesh, placements in layouts:
+        local = whole
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
+                local = local.chunk(mesh.size(dim), placement.dim)[mesh.get_local_rank(dim)]
+        grad = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False)
+        parameter = nn.Parameter(grad.detach().clone())
+        parameter.grad = grad
+        parameters.append(parameter)
+    return [grad_norm(parameters, norm_type).item() for norm_type in NORM_TYPES]
+
+
+def test_parameters_on_different_meshes_count_once():
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)).repeat(5, 1)
+    expected = [torch.linalg.vector_norm(whole.double(), p).item() for p in NORM_TYPES]
+    for norms in run_ranks(on_several_meshes, world=4):
+        assert norms == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1500, 1531), (3_000_001,), (2, 3), (40, 512, 16)])

@@ -24,6 +24,7 @@ def global_draws(*, total_rows: int, start_row: int, num_rows: int, dim: int | N
     For comparing runs: it costs the draws of all ranks on each. Put it round the root's forward
     (and its backward, where activations are recomputed), not round the loading of data. On GPUs
     the masks are right in distribution, but not those of one process: Philox counts by kernel.
+    Operators that draw as often as their values demand (rrelu, poisson) can't be made the same.
 
     Rows are found by size: in dim 0 or 1 if it has `num_rows`, or in dim 0 with a multiple of
     them (heads folded into the batch, `[B * H, T, T]`).
