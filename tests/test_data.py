@@ -138,7 +138,7 @@ def batches_of_one_process():
     return BatchSampler(RandomSampler(DATA, generator=generator), 7, drop_last=False)
 
 
-def sliced_loader(ranks, workers):
+def sliced_loader(ranks, workers=0):
     loader = DataLoader(
         DATA, batch_sampler=SlicedBatches(batches_of_one_process(), ranks), num_workers=workers
     )

@@ -92,7 +92,7 @@ class _Rows:
         return whole
 
 
-class _GlobalDraws(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class _GlobalDraws(_torch.DispatchMode):
     def __init__(self, rows: _Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
