@@ -530,3 +530,27 @@ def batch():
     for rank in candidate.ranks:
         assert rank.steps[0].squares == pytest.approx(original.ranks[0].steps[0].squares, rel=1e-5)
         assert rank.steps[3].weights == candidate.ranks[0].steps[3].weights
+
+
+def test_a_mistake_of_the_recorder_is_not_the_scripts(tmp_path):
+    source = """
+class Odd:
+    def items(self):
+        raise RuntimeError("not to be looked at")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+    def forward(self, odd, x):
+        return self.layer(x)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+model = lambda x: net(Odd(), x)
+def batch():
+    return torch.randn(8, 8), torch.randint(4, (8,))
+"""
+    [rank] = record(tmp_path, HEAD + source + LOOP.replace("model.param", "net.param")).ranks
+    assert (rank.ended, len(rank.steps)) == ("finished", 4)
+    assert "not to be looked at" in rank.facts["recorder_error"]
+    assert rank.steps[0].losses
+    assert rank.steps[0].squares

@@ -150,10 +150,13 @@ class Observer:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if getattr(thread, "depth", 0) or self._backward_depth or not self.is_active:
                 return inner(module, *args, **kwargs)
-            if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+            if next(module.parameters(), None) is None:
                 return inner(module, *args, **kwargs)
             thread.depth = 1
             try:
+                if not torch.is_grad_enabled():
+                    self._on_beat()
+                    return inner(module, *args, **kwargs)
                 with self._forward(module, args, kwargs):
                     return inner(module, *args, **kwargs)
             finally:

@@ -28,7 +28,7 @@ from typing import Any
 from shardfit.parity.recording import Ending, RankRecord, Recording, Save, Step
 from shardfit.parity.scratch import Scratch, copy_for_run
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 60.0
 # Building and loading take longer than a step.
 _START_FACTOR = 3
 _POLL_SECONDS = 0.1
@@ -83,7 +83,7 @@ class Run:
         command += ["shardfit.parity.recorder", str(self._record), "--redirect"]
         command += ["--steps", str(num_target), "--scratch", str(scratch.root), *options]
         # An exchange ends before the run counts as hanging: the stacks then show the script's own wait.
-        command += ["--exchange-seconds", str(timeout_seconds / 4)]
+        command += ["--exchange-seconds", str(timeout_seconds / 2)]
         command += [str(scratch.script), *scratch.argv]
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
         env.setdefault("OMP_NUM_THREADS", "1")  # the same order of sums in both
@@ -238,7 +238,8 @@ def start_original(
         argv: the script's arguments.
         steps: optimizer steps after which it is stopped.
         cwd: the working folder. None: the current one.
-        timeout_seconds: silence after which it counts as hanging (three times that before the first step).
+        timeout_seconds: silence (no forward, backward or step on any rank) after which it counts as
+            hanging; three times that before the first step.
 
     Raises:
         ShardfitError: there is no such script.
