@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardfit.plan import Plan as Plan
     from shardfit.plan import Precision as Precision
     from shardfit.plan import Unit as Unit
+    from shardfit.train.build import build_model_meta as build_model_meta
     from shardfit.train.clip import clip_grad_norm_ as clip_grad_norm_
     from shardfit.train.clip import grad_norm as grad_norm
     from shardfit.train.data import BatchSlice as BatchSlice
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardfit.train.data import mean_over_ranks as mean_over_ranks
     from shardfit.train.data import share_of as share_of
     from shardfit.train.data import slice_batch as slice_batch
+    from shardfit.train.init import deferred as deferred
     from shardfit.train.launch import Ranks as Ranks
     from shardfit.train.launch import init_distributed as init_distributed
     from shardfit.train.launch import shutdown as shutdown
@@ -72,6 +74,8 @@ _HOMES = {
         "share_of",
         "slice_batch",
     ),
+    "shardfit.train.build": ("build_model_meta",),
+    "shardfit.train.init": ("deferred",),
     "shardfit.train.launch": ("Ranks", "init_distributed", "shutdown"),
     "shardfit.train.mesh": ("make_mesh",),
     "shardfit.train.optimizer": ("build_optimizer", "decay_matrices", "find_unmoved"),

@@ -6,8 +6,10 @@ setter), never to a wrong answer. Each has a test in tests/test_torch.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -16,10 +18,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +87,15 @@ _TORCH_OWN = {"_is_param", "_local_tensor", "_spec"}
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     """Attributes that a model has set on a parameter."""
-    return {name: value for name, value in vars(parameter).items() if name not in _TORCH_OWN}
+    own = _TORCH_OWN | _fake_own() if isinstance(parameter, FakeTensor) else _TORCH_OWN
+    return {name: value for name, value in vars(parameter).items() if name not in own}
+
+
+@functools.cache
+def _fake_own() -> frozenset[str]:
+    """What torch keeps on fakes."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(1)))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -230,3 +248,109 @@ def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | 
     if len(chunks) != 1:
         return None
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+
+
+class _RecordingFakeMode(FakeTensorMode):
+    """Fakes whose operators go to `record`, also where no mode of ours is on."""
+
+    def __init__(self, record: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._record = record
+        self._inferring = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inferring:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return self._record(func, args, kwargs or {})
+
+
+def make_fake_mode(record: Callable[[Any, Any, dict[str, Any]], Any]) -> FakeTensorMode:
+    """A mode that makes fakes on which each operator, wherever it runs, is given to `record`."""
+    return _RecordingFakeMode(record)
+
+
+@contextlib.contextmanager
+def inferring(mode: FakeTensorMode) -> Iterator[None]:
+    """Within it operators run on the mode's fakes, without being recorded."""
+    assert isinstance(mode, _RecordingFakeMode)
+    mode._inferring += 1
+    try:
+        with mode:
+            yield
+    finally:
+        mode._inferring -= 1
+
+
+# What an operator on fakes raises when its result depends on values.
+FAKE_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Within it no dispatch mode is on."""
+    return _disable_current_modes()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, as long as one of them lives; fakes have one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written in place."""
+    return int(tensor._version)
+
+
+def written_positions(operator: Any) -> list[int]:
+    """Positions of the arguments that an operator writes."""
+    return [i for i, argument in enumerate(operator._schema.arguments) if argument.is_write]
+
+
+def replace_module_apply(
+    apply: Callable[[torch.nn.Module, Callable[..., Any], Callable[..., Any], bool], torch.nn.Module],
+) -> None:
+    """From now on `Module.to`, `half` and the like run `apply(module, function, original, recurse)`."""
+    original = torch.nn.Module._apply
+    if getattr(original, "replaces", None) is not None:
+        return
+
+    def replaced(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        return apply(self, fn, original, recurse)
+
+    replaced.replaces = original  # type: ignore[attr-defined]
+    torch.nn.Module._apply = replaced  # type: ignore[method-assign]
+
+
+def apply_to_module(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """What `Module.to` and the like do: `function` on each tensor of the module and those in it."""
+    module._apply(function)
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode | None:
+    """The mode that made a fake tensor. None for anything else."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The region of the whole that this rank's part of a DTensor is; for a plain tensor, all of it."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+class _Dispatching(TorchDispatchMode):
+    def __init__(self, record: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._record(func, args, kwargs or {})
+
+
+def dispatching(record: Callable[[Any, Any, dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Within it each operator of this thread is `record(operator, args, kwargs)`."""
+    return _Dispatching(record)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardfit import _torch
 from shardfit.errors import ShardfitError
 from shardfit.plan import Plan
+from shardfit.train.init import recipe_digest
 from shardfit.train.launch import Ranks
 
 
@@ -32,12 +33,20 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks, *, with_param
     parameters = {name for name, _ in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     words = [plan.digest(), *(_outline(name, tensor) for name, tensor in tensors)]
-    outline = int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:8], "big", signed=True)
-    if _differing(torch.tensor([outline]), ranks):
+    recipe = recipe_digest(model) if with_parameters else ""
+    differing = _differing(torch.tensor([_short("\n".join(words)), _short(recipe)]), ranks)
+    if 0 in differing:
         raise ShardfitError(
             "ranks are about to shard different models, or by different plans",
             evidence=f"rank {ranks.rank} has {len(tensors)} tensors, plan {plan.digest()[:12]}",
             fix="build the model from the same configuration on every rank, on all with weights or on none",
+        )
+    if differing:
+        raise ShardfitError(
+            "the ranks would draw different weights, and each would keep its rows of its own",
+            evidence="the deferred model was constructed from different random states",
+            fix="seed alike on every rank before the model is built (seed_all)",
+            code="SF205",
         )
     real = [
         (name, tensor)
@@ -59,6 +68,11 @@ def refuse_differences(model: nn.Module, plan: Plan, ranks: Ranks, *, with_param
             "deferred(), or load the weights on every rank",
             code="SF205" if is_parameter else "SF218",
         )
+
+
+def _short(text: str) -> int:
+    """A digest that fits an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
 def _outline(name: str, tensor: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -18,22 +18,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardfit import _torch
 from shardfit.plan import MeshShape, Plan, Precision, Unit
 from shardfit.train.agree import refuse_differences
 from shardfit.train.carry import note_parameters, put_back
 from shardfit.train.faults import refuse_faults, refuse_unfit
 from shardfit.train.gathered import keep_fresh
+from shardfit.train.init import Recording, is_deferred, take_recording
 from shardfit.train.launch import Ranks, current_ranks
+from shardfit.train.materialize import materialize
 from shardfit.train.mesh import mesh_shape
+from shardfit.train.metainit import record_initialisation
 from shardfit.train.recompute import checkpoint_blocks, compile_blocks
 from shardfit.train.stored import open_weights
 from shardfit.train.unfit import repeated_blocks
 from shardfit.train.units import plan_units
 from shardfit.train.weights import allocate, load_weights
-
-if TYPE_CHECKING:
-    from shardfit.train.init import Recording
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
@@ -85,7 +84,7 @@ def shard(
     refuse_faults(model, plan, ranks)
     refuse_differences(model, plan, ranks, with_parameters=weights is None)
 
-    recording = _take_recording(model)
+    recording = _take_recording(model, weights)
     carried = note_parameters(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = repeated_blocks(modules, plan)
@@ -112,14 +111,11 @@ def plan_of(model: nn.Module) -> Plan | None:
     return _plans.get(model)
 
 
-def _take_recording(model: nn.Module) -> Recording | None:
-    """How to make the values of a deferred model; its tensors are meta after it."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta or _torch.has_values(tensor) for tensor in tensors):
-        return None
-    from shardfit.train.init import take_recording
-
-    return take_recording(model)
+def _take_recording(model: nn.Module, weights: str | os.PathLike[str] | None) -> Recording | None:
+    """How to make the values of a deferred or meta model; its deferred tensors are meta after it."""
+    if is_deferred(model):
+        return take_recording(model)
+    return record_initialisation(model) if weights is None and _unwritten(model) else None
 
 
 def _fits_any_mesh(plan: Plan) -> bool:
@@ -195,14 +191,12 @@ def _fill(
     """Write what has no values yet: from a file, the recording of its construction, or its own init."""
     if not weights and not _unwritten(model):
         return
+    device = torch.device("cpu") if plan.offload else ranks.device
     if weights:
-        device = torch.device("cpu") if plan.offload else ranks.device
         allocate(model, open_weights(weights).keys(), device=device)
         load_weights(model, weights)
     if _unwritten(model):
-        from shardfit.train.init import materialize
-
-        materialize(model, recording, device=ranks.device)
+        materialize(model, recording, device=device)
     # FSDP2 copies shards that are shorter than others into padded ones, at the first forward, or
     # after any load_state_dict. Have it done now: from here on local tensors are the ones that train.
     nn.Module.load_state_dict(model, {}, strict=False)
