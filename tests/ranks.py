@@ -55,7 +55,7 @@ def run_ranks(
         _pool = _Pool()
     try:
         return _pool.run(body, world, limit_seconds, init or {}, arguments)
-    except _PoolBroken as broken:
+    except _PoolError as broken:
         _pool.close()
         _pool = None
         raise AssertionError(str(broken)) from None
@@ -69,7 +69,7 @@ def close_ranks() -> None:
         _pool = None
 
 
-class _PoolBroken(Exception):
+class _PoolError(Exception):
     pass
 
 
@@ -115,7 +115,7 @@ class _Pool:
             limit = min(deadline, failed_at + 5) if failed_at is not None else deadline
             ready = wait(list(pending), timeout=max(0.0, limit - time.monotonic()))
             if not ready:
-                raise _PoolBroken(self._failure(results, world, limit_seconds))
+                raise _PoolError(self._failure(results, world, limit_seconds))
             for pipe in ready:
                 rank = pending[pipe]  # type: ignore[index]
                 try:
@@ -125,7 +125,7 @@ class _Pool:
                 if not results[rank][0] and failed_at is None:
                     failed_at = time.monotonic()
         if failed_at is not None:
-            raise _PoolBroken(self._failure(results, world, limit_seconds))
+            raise _PoolError(self._failure(results, world, limit_seconds))
         return [results[rank][1] for rank in range(world)]
 
     def _failure(self, results: dict[int, tuple[bool, Any]], world: int, limit_seconds: float) -> str:

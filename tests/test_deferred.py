@@ -231,7 +231,7 @@ def sharded(ranks, names, by_hand):
 def test_bitwise_at_any_world_size(world, init):
     names = ["llama", "gpt2"]
     results = run_ranks(sharded, world=world, init=init, names=names, by_hand=False)
-    assert results == [dict.fromkeys(names, [])] * world
+    assert results == [{name: [] for name in names}] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -254,7 +254,7 @@ def contrary_by_unit(ranks):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_contrary_initialisation_in_shards(world):
-    """Uneven shards, empty ones (a bias of 64 on 4 ranks is even, rows of 50 are not), ties, an ignored part."""
+    """Uneven shards and empty ones, ties, a part that is left out."""
     assert [r[0] for r in run_ranks(contrary_by_unit, world=world)] == [[]] * world
 
 

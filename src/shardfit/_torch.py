@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -205,7 +205,7 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit] | None:
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:
                 groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-            units += [_fsdp_unit(path, module, state, group) for group in groups]
+            units += [_fsdp_unit(path, cast(nn.Module, module), state, group) for group in groups]
     except (AttributeError, TypeError):
         return None
     return units
@@ -344,7 +344,7 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 class _Dispatching(TorchDispatchMode):
     def __init__(self, record: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

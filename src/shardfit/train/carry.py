@@ -45,4 +45,4 @@ def put_back(model: nn.Module, carried: list[Carried]) -> None:
             if not hasattr(now[0], name):
                 setattr(now[0], name, value)
         for hook in one.hooks:
-            now[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            now[0].register_post_accumulate_grad_hook(hook)

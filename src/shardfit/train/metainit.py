@@ -32,25 +32,35 @@ def record_initialisation(model: nn.Module) -> Recording:
     """
     tape = Tape(min_numel=0)
     places = list(_meta_places(model))
-    shadows: dict[int, Tensor] = {}
+    first: dict[int, Tensor] = {}
     with _torch.dispatching(tape.record):
-        for _, _, _, tensor in places:
-            if id(tensor) not in shadows:
-                shadow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    shadow = nn.Parameter(shadow, requires_grad=tensor.requires_grad)
-                shadows[id(tensor)] = shadow
-        for _, module, name, tensor in places:
-            setattr(module, name, shadows[id(tensor)])
+        own = [_shadow(tensor) for _, _, _, tensor in places]
+        for shadow, (_, _, _, tensor) in zip(own, places, strict=True):
+            first.setdefault(id(tensor), shadow)
         try:
-            _initialise(model, [module for _, module, _, _ in places])
+            # A tied tensor is its first holder's. What the others draw is dropped, as in a constructor
+            # that ties after it has built both.
+            for shadow, (_, module, name, _) in zip(own, places, strict=True):
+                setattr(module, name, shadow)
+            _reset([module for _, module, _, _ in places])
+            for _, module, name, tensor in places:
+                setattr(module, name, first[id(tensor)])
+            _initialise(model)
             sources = {path: tape.view_of(getattr(module, name)) for path, module, name, _ in places}
         finally:
             for _, module, name, tensor in places:
                 setattr(module, name, tensor)
-    if unwritten := [path for path, view in sources.items() if not tape.is_written(view)]:
+    if unwritten := [path for path, view in sources.items() if not tape.is_written_whole(view)]:
         raise _unwritten_error(model, unwritten, len(sources))
     return Recording({path: (tape, view) for path, view in sources.items()})
+
+
+def _shadow(tensor: Tensor) -> Tensor:
+    """A deferred tensor in a meta tensor's place."""
+    shadow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if not isinstance(tensor, nn.Parameter):
+        return shadow
+    return nn.Parameter(shadow, requires_grad=tensor.requires_grad)
 
 
 def _meta_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -65,11 +75,15 @@ def _meta_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, holders: list[nn.Module]) -> None:
+def _reset(holders: list[nn.Module]) -> None:
     for module in dict.fromkeys(holders):
         for name in ("reset_parameters", "reset_buffers"):
             if (method := _method(module, name, 0)) is not None:
                 method()
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module) -> None:
     if (each := _method(model, "_init_weights", 1)) is not None:
         model.apply(each)
         return

@@ -10,6 +10,7 @@ storage, so views, `.data` and tied weights need no special case.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -272,6 +273,20 @@ class Tape:
         """Whether anything but an empty allocation went into a storage."""
         return any(self._ops[i].function not in _UNWRITTEN_FACTORIES for i in self._writers[view.storage])
 
+    def is_written_whole(self, view: View) -> bool:
+        """Whether each element of a view has been written.
+
+        Known from the operators where one of them wrote all. Otherwise the view is replayed over
+        elements that show (NaN, or a pattern of bits), which stand where nothing has written.
+        """
+        writers = [self._ops[i] for i in self._writers[view.storage]]
+        if writers[0].function not in _UNWRITTEN_FACTORIES or any(op.overwrites for op in writers):
+            return True
+        if not self.is_written(view):
+            return False
+        value = self.value(view, unwritten=_mark)
+        return not bool(_marked(value).any())
+
     def digest(self) -> str:
         """Equal for the same operators in the same order, with the same generator states."""
         hasher = hashlib.sha256()
@@ -343,3 +358,21 @@ class Tape:
 
 def _look(storages: dict[int, torch.UntypedStorage], view: View) -> Tensor:
     return torch.empty(0, dtype=view.dtype).set_(storages[view.storage], view.offset, view.size, view.stride)
+
+
+_PATTERN = 0xA5
+
+
+def _mark(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(math.nan)
+    elif tensor.dtype is not torch.bool:
+        tensor.view(torch.uint8).fill_(_PATTERN)
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.isnan()
+    mark = torch.empty(1, dtype=tensor.dtype)
+    _mark(mark)
+    return tensor == mark if tensor.dtype is not torch.bool else torch.zeros_like(tensor)
