@@ -119,6 +119,7 @@ def own_draws(ranks):
     model(x)
     set_random_state(state)
     model(x)
+    model(x)  # nothing has been drawn outside since
     handle.remove()
     model(x)
     masks = [s for i, s in enumerate(seen) if i != 2]
@@ -129,13 +130,14 @@ def test_each_data_rank_draws_its_own_in_the_forward_only():
     results = run_ranks(own_draws, world=4, init={"tensor": 2})
     masks = [result[0] for result in results]
     assert all(torch.equal(results[0][1], other) for _, other in results), "outside, all draw alike"
-    for call in range(4):
+    for call in range(5):
         assert torch.equal(masks[0][call], masks[1][call]), "one tensor group"
         assert not torch.equal(masks[0][call], masks[2][call])
     for rank in (0, 2):
         assert not torch.equal(masks[rank][0], masks[rank][1]), "another mask in each step"
         assert torch.equal(masks[rank][2], masks[rank][3]), "the state outside is all there is"
-    assert torch.equal(masks[0][4], masks[2][4]), "removed"
+        assert not torch.equal(masks[rank][3], masks[rank][4]), "also if nothing is drawn outside"
+    assert torch.equal(masks[0][5], masks[2][5]), "removed"
 
 
 def seeds(ranks):
