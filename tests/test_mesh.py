@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
 
+from ranks import run_ranks
 from shardfit import MeshShape, ShardfitError, make_mesh
 from shardfit.train.mesh import mesh_shape
 
