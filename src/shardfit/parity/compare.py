@@ -329,7 +329,7 @@ class _Weights:
             region = tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))
             whole[region] = self._files[index][name].double()
             covered += math.prod(part.extent)
-        return whole if covered >= math.prod(shape) else None
+        return whole if covered >= whole.numel() else None
 
 
 def find_drift(recording: Recording) -> tuple[str, ...]:
