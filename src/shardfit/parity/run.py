@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +331,7 @@ def start_resumed(
     )
 
 
-def follow(runs: Iterable[Run]) -> Iterator[None]:
+def follow(runs: Iterable[Run]) -> Generator[None, None, None]:
     """Yield a few times a second until all runs have ended; left early, it ends their processes."""
     pending = list(runs)
     try:

@@ -1,0 +1,7 @@
+"""`python -m shardfit`."""
+
+import sys
+
+from shardfit.cli.main import main
+
+sys.exit(main())
