@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -21,13 +22,19 @@ def name_causes(original: Recording, candidate: Recording, comparison: Compariso
     Facts about live objects come first; then what the numbers show. Where something differs and
     no cause is recognised, one finding says what, where first, and what was ruled out (SF630).
     """
-    if failed := name_failure(candidate):
-        return (failed,)
+    failed = name_failure(candidate)
     found = [
         finding
         for name in (_stale_optimizer, _forward_direct, _unsynced, _drifting, _low_reduction)
         if (finding := name(candidate, comparison)) is not None
     ]
+    if failed is not None:
+        # A cause that shows on live objects says more than where it ended in an error.
+        error = "; ".join(rank.error for rank in candidate.ranks if rank.error)
+        return tuple(
+            dataclasses.replace(finding, evidence=f"{finding.evidence}; it ended with {error}")
+            for finding in found
+        ) or (failed,)
     found += [
         finding
         for judge in (_left_out, _evaluation_mode, _same_rows)
@@ -116,9 +123,6 @@ def name_failure(run: Recording) -> Finding | None:
     )
     if failed:
         first = failed[0]
-        direct = first.facts.get("forward_called_directly")
-        if direct and "DTensor" in first.trace:
-            return _direct_finding(first, direct)
         return RULES["SF631"].finding(
             message="the candidate failed",
             evidence=f"after {len(first.steps)} steps: {first.error}\n{_tail(first.trace)}",
@@ -159,13 +163,10 @@ def _stale_optimizer(candidate: Recording, comparison: Comparison) -> Finding | 
 
 def _forward_direct(candidate: Recording, _: Comparison) -> Finding | None:
     direct = _facts(candidate, "forward_called_directly")
-    return _direct_finding(candidate.ranks[0], direct) if direct else None
-
-
-def _direct_finding(rank: RankRecord, direct: list[str]) -> Finding:
-    error = f"; rank {rank.rank} ended with {rank.error}" if rank.error else ""
+    if not direct:
+        return None
     return RULES["SF306"].finding(
-        evidence=f"forward of {_few(direct)} ran without its FSDP2 hooks, so on sharded parameters{error}"
+        evidence=f"forward of {_few(direct)} ran without its FSDP2 hooks, so on sharded parameters"
     )
 
 
@@ -239,10 +240,11 @@ def _same_rows(original: Recording, candidate: Recording) -> Finding | None:
             evidence=f"in the first step all {len(rows)} ranks had the original's "
             f"{sum(rows[0].values())} rows",
         )
-    return RULES["SF601"].finding(
+    finding = RULES["SF601"].finding(
         evidence=f"in the first step all {len(rows)} ranks had the same {sum(rows[0].values())} rows, "
         f"the original {sum(theirs.values())}",
     )
+    return dataclasses.replace(finding, severity="error")
 
 
 def _tensor_axis(candidate: Recording) -> bool:
