@@ -167,3 +167,9 @@ def test_arguments_of_operators():
     with Watch():
         torch.nn.functional.dropout(torch.ones(3), 0.5)
     assert operator in seen
+
+
+def test_trees_of_arguments():
+    tree = ((1, [2, 3]), {"a": 4})
+    assert _torch.tree_leaves(tree) == [1, 2, 3, 4]
+    assert _torch.tree_map(lambda leaf: -leaf, tree) == ((-1, [-2, -3]), {"a": -4})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,7 +107,9 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "exit_status": self.exit_status}, indent=2)
+        """As JSON that every reader takes: a number that is not finite becomes null."""
+        raw = {**dataclasses.asdict(self), "exit_status": self.exit_status}
+        return json.dumps(_finite(raw), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -132,6 +135,7 @@ class Report:
                 "version": "2.1.0",
                 "runs": [
                     {
+                        "invocations": [{"executionSuccessful": self.completed}],
                         "tool": {"driver": {"name": "shardfit", "version": __version__, "rules": rules}},
                         "results": [_sarif_result(f, codes) for f in self.findings],
                     }
@@ -139,6 +143,16 @@ class Report:
             },
             indent=2,
         )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _sarif_result(finding: Finding, codes: list[str]) -> dict[str, Any]:
@@ -149,11 +163,16 @@ def _sarif_result(finding: Finding, codes: list[str]) -> dict[str, Any]:
         "level": _SARIF_LEVEL[finding.severity],
         "message": {"text": text},
     }
+    location: dict[str, Any] = {}
     if finding.where.file:
         place: dict[str, Any] = {"artifactLocation": {"uri": finding.where.file}}
         if finding.where.line:
             place["region"] = {"startLine": finding.where.line}
             if finding.where.column:
                 place["region"]["startColumn"] = finding.where.column
-        result["locations"] = [{"physicalLocation": place}]
+        location["physicalLocation"] = place
+    if finding.where.module:
+        location["logicalLocations"] = [{"fullyQualifiedName": finding.where.module, "kind": "module"}]
+    if location:
+        result["locations"] = [location]
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from shardfit.errors import ShardfitError
 from shardfit.findings import Finding, Report, Where
 from shardfit.parity.causes import name_causes, name_resume_causes
 from shardfit.parity.compare import Comparison, compare
-from shardfit.parity.recording import RankRecord, Recording
+from shardfit.parity.recording import Recording
 from shardfit.parity.run import (
     TIMEOUT_SECONDS,
     Run,
@@ -39,6 +40,7 @@ class _Resumed:
 
     ranks: int
     at: int
+    run: Run
     recording: Recording
     comparison: Comparison | None
     why_not: str = ""
@@ -115,13 +117,19 @@ def prove(
                 tool="parity",
                 subject=subject,
                 looked_at=(f"nothing was compared: {failed}",),
-                data={"failure": {"script": os.fspath(original), "what": failed, "trace": _trace_of(first)}},
+                data={
+                    "failure": {
+                        "script": os.fspath(original),
+                        "what": failed,
+                        "trace": _trace_of(runs["original"]),
+                    }
+                },
                 completed=False,
             )
         run = runs[candidate_label]
         second = run.recording()
         comparison = compare(first, second, rtol=rtol)
-        findings = list(name_causes(first, second, comparison))
+        findings = _read_at_home(name_causes(first, second, comparison), run)
         resumes, sentences = [], []
         ran_well = all(rank.ended in ("finished", "stopped") for rank in second.ranks)
         if resume_ranks and not ran_well:
@@ -139,7 +147,7 @@ def prove(
                     sentences.append(resumed.why_not)
                 else:
                     causes = name_resume_causes(first, second, resumed.recording, resumed.comparison)
-                    findings += _new(causes, findings)
+                    findings += _new(_read_at_home(causes, resumed.run), findings)
         findings += _unnamed(comparison, ran_well, resumes, findings)
         findings.sort(key=lambda f: ("error", "warning", "note").index(f.severity))
         return Report(
@@ -165,7 +173,7 @@ def prove(
                 "peak_bytes": {"original": _peaks(first), "candidate": _peaks(second)},
                 "tolerances": list(comparison.tolerances),
                 "seconds": {"original": first.seconds, "candidate": second.seconds},
-                "stacks": {str(r.rank): r.stacks for r in second.ranks if r.stacks},
+                "stacks": {str(r.rank): _at_home(r.stacks, run) for r in second.ranks if r.stacks},
             },
         )
 
@@ -258,8 +266,9 @@ def _resume(
     )
     assert again is not None, "it has saved"
     at = again.first_step
-    for _ in follow([again]):
-        progress(f"resumed at {at}, {_num(ranks, 'rank')}", again.num_steps, again.num_target)
+    with contextlib.closing(follow([again])) as ticks:
+        for _ in ticks:
+            progress(f"resumed at {at}, {_num(ranks, 'rank')}", again.num_steps, again.num_target)
     recording = again.recording()
     read_nothing = not any(rank.facts.get("reads") for rank in recording.ranks)
     if read_nothing and not resume_args and all(r.ended in ("finished", "stopped") for r in recording.ranks):
@@ -267,8 +276,8 @@ def _resume(
             f"resume on {_num(ranks, 'rank')} was not checked: the candidate saves, but when it was started "
             "again it read no checkpoint and began at step 0; give --resume-args"
         )
-        return _Resumed(ranks, at, recording, None, why)
-    return _Resumed(ranks, at, recording, compare(original, recording, rtol=rtol))
+        return _Resumed(ranks, at, again, recording, None, why)
+    return _Resumed(ranks, at, again, recording, compare(original, recording, rtol=rtol))
 
 
 def _failure_of(recording: Recording) -> str | None:
@@ -283,9 +292,18 @@ def _failure_of(recording: Recording) -> str | None:
     return None
 
 
-def _trace_of(recording: Recording) -> str:
-    rank: RankRecord = recording.ranks[0]
-    return rank.trace or rank.stacks or rank.error
+def _trace_of(run: Run) -> str:
+    rank = run.recording().ranks[0]
+    return _at_home(rank.trace or rank.stacks or rank.error, run)
+
+
+def _at_home(text: str, run: Run) -> str:
+    """With the user's files in place of those of the copy that ran."""
+    return text.replace(str(run.scratch.root), str(run.scratch.source))
+
+
+def _read_at_home(findings: Sequence[Finding], run: Run) -> list[Finding]:
+    return [dataclasses.replace(f, evidence=_at_home(f.evidence, run)) for f in findings]
 
 
 def _new(causes: Sequence[Finding], found: Sequence[Finding]) -> list[Finding]:
@@ -325,7 +343,9 @@ def _looked_at(comparison: Comparison, resumes: Sequence[_Resumed], ranks: int) 
         for r in resumes
         if r.comparison is not None
     ]
-    if comparison.num_steps and not comparison.weights:
+    if not comparison.num_steps:
+        return sentences
+    if not comparison.weights:
         sentences.append("final weights were not compared: the runs did not end after the same step")
     return sentences + list(comparison.tolerances)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardfit import _torch
+from shardfit._torch import tree_leaves, tree_map
 from shardfit.errors import ShardfitError
 
 aten = torch.ops.aten
