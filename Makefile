@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 help:
 	@echo "make demo   prove that examples/bytelm trains the same under FSDP2, on 2 CPU ranks"
 	@echo "make test   lint, types and all tests"
-	@echo "make bench  step time beside hand-written FSDP2, accelerate and Fabric"
+	@echo "make bench  step time beside hand-written FSDP2, accelerate and Fabric; memory of building"
 	@echo "make clean  remove the environment and all outputs"
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
@@ -33,7 +33,18 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+$(VENV)-bench/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
+	@touch $@
+
+RANKS ?= 2
+bench: $(VENV)-bench/.installed
+	$(VENV)-bench/bin/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/step.py --size s34
+	$(VENV)-bench/bin/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/step.py --size bytes
+	$(VENV)-bench/bin/python benchmarks/build_memory.py
 
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(VENV)-bench out build dist

@@ -126,7 +126,7 @@ def test_a_proof_with_resume(pair):
     assert report.findings == ()
     assert {row["what"]: row["verdict"] for row in report.data["rows"]} == {
         "loss": "same",
-        "gradient norm (before clipping)": "same",
+        "gradient norm, unclipped": "same",
         "learning rate": "same",
         "final weights (4)": "same",
         "resume at 3, 1 rank": "same",
@@ -146,7 +146,7 @@ def test_another_learning_rate_is_1(pair, capsys):
     assert main(["parity", "train.py", "faster.py", "--ranks", "1", "--steps", "3"]) == 1
     said = capsys.readouterr().out
     assert "NOT THE SAME" in said
-    assert "differs: loss, gradient norm (before clipping), learning rate" in " ".join(said.split())
+    assert "differs: loss, gradient norm, unclipped, learning rate" in " ".join(said.split())
     assert "resume was not checked: the candidate saved nothing" in " ".join(said.split())
 
 

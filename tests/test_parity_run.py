@@ -149,7 +149,7 @@ else:
     time.sleep(1000)
 """
     )
-    run = start_candidate("hang.py", folder=tmp_path / "out", cwd=tmp_path, timeout_seconds=4)
+    run = start_candidate("hang.py", folder=tmp_path / "out", cwd=tmp_path, timeout_seconds=10)
     for _ in follow([run]):
         pass
     ranks = run.recording().ranks

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -48,7 +49,7 @@ def render(report: Report, console: Console) -> None:
     for finding in report.findings:
         _print_finding(finding, console)
     for sentence in report.looked_at:
-        console.print(Text(f"  {sentence}", style="dim"))
+        console.print(Padding(Text(sentence, style="dim"), (0, 0, 0, 2)))
     console.print()
     console.print(Text(verdict_of(report), style="bold green" if not report.exit_status else "bold red"))
 
@@ -153,8 +154,9 @@ def _print_finding(finding: Finding, console: Console) -> None:
     console.print(title)
     for label, text in (("seen", finding.evidence), ("do", finding.fix)):
         if text:
-            lines = text.splitlines()
-            console.print(Text(f"  {label + ':':5} " + "\n        ".join(lines)))
+            grid = Table.grid(padding=(0, 1, 0, 0))
+            grid.add_row(Text(f"  {label + ':':5}"), Text(text))
+            console.print(grid)
     console.print()
 
 

@@ -17,7 +17,7 @@ def rows_of(comparison: Comparison, resumes: Iterable[tuple[int, int, Comparison
     """Rows for quantities, for the final weights, and for each resume (ranks, at, result, why not)."""
     rows = [
         _row(
-            q.name + (" (before clipping)" if q.name == "gradient norm" else ""),
+            q.name + (", unclipped" if q.name == "gradient norm" else ""),
             original=q.original[-1] if q.original else None,
             candidate=q.candidate[-1] if q.candidate else None,
             difference=q.largest if q.original else None,

@@ -35,12 +35,18 @@ class FailureWatch:
         # A store's client serves one call at a time: the thread needs a connection of its own.
         self._thread_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._thread = threading.Thread(target=self._poll, name="shardfit-failure-watch", daemon=True)
-        self._previous_hook = sys.excepthook
+        self._first_hook = self._previous_hook = sys.excepthook
+        self._reporting = False
 
     def start(self) -> None:
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._on_exception
+        self.take_exceptions()
         self._thread.start()
+
+    def take_exceptions(self) -> None:
+        """See uncaught exceptions before any hook that is there by now (init_process_group sets one)."""
+        if sys.excepthook != self._on_exception:
+            self._previous_hook = sys.excepthook
+            sys.excepthook = self._on_exception
 
     def expect_the_end(self) -> None:
         """All ranks have left: from now on a store that goes away is no failure."""
@@ -55,6 +61,11 @@ class FailureWatch:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if self._reporting:
+            # Called by a hook that was set after this one and kept it as the one before.
+            self._first_hook(kind, error, trace)
+            return
+        self._reporting = True
         first = self.claim()
         if first is None or first == self._rank:
             self._previous_hook(kind, error, trace)
@@ -63,6 +74,8 @@ class FailureWatch:
                 raise error.with_traceback(trace)
             except BaseException as raised:
                 get_error_handler().record_exception(raised)
+            # This process may host the store: the others must have read in it who failed.
+            time.sleep(3 * _POLL_SECONDS)
         else:
             last = traceback.format_exception_only(kind, error)[-1].strip()
             print(f"[rank {self._rank}] ended after rank {first} failed ({last[:200]})", file=sys.stderr)

@@ -136,6 +136,10 @@ def init_distributed(
     store = watch = None
     if owns_group:
         store = _join_store(launch, start_timeout_seconds)
+        if launch.world > 1:
+            # From here on: a rank that fails while others still look for it must end them too.
+            watch = FailureWatch(store, launch.rank)
+            watch.start()
         if place.type == "cuda" and launch.world > 1:
             _refuse_shared_devices(store, launch, place)
         dist.init_process_group(
@@ -146,8 +150,8 @@ def init_distributed(
             timeout=timedelta(seconds=start_timeout_seconds),
             device_id=place if place.type == "cuda" else None,
         )
-        if launch.world > 1:
-            watch = FailureWatch(store, launch.rank)
+        if watch is not None:
+            watch.take_exceptions()
     try:
         mesh = make_mesh(place, replicate=replicate, shard=shard, tensor=tensor)
     except BaseException:
@@ -158,8 +162,6 @@ def init_distributed(
     _run = _Run(ranks, owns_group, start_timeout_seconds, step_timeout_seconds, store, watch)
     _set_timeout(start_timeout_seconds)
     _run.first_step_hook = register_optimizer_step_post_hook(_after_first_step)
-    if watch is not None:
-        watch.start()
     atexit.register(shutdown)
     return ranks
 
