@@ -11,22 +11,21 @@ USAGE = "shardfit parity ORIGINAL CANDIDATE [OPTION ...] [-- SCRIPT_ARG ...]"
 SUMMARY = "does the candidate train like the original?"
 DESCRIPTION = """\
 Run ORIGINAL in one process and CANDIDATE under torchrun on several ranks of this machine, as they
-are, and compare losses, gradient norms before clipping, learning rates and final weights; then start
-the candidate again from what it saved, on as many ranks and on others, and compare again. The scripts
-run in copies of their folder. Arguments after -- are given to both scripts.
+are, and compare losses, gradient norms before clipping, learning rates and final weights; then
+start the candidate again from what it saved, on as many ranks and on others, and compare again.
+The scripts run in copies of their folder. Arguments after -- are given to both scripts.
 """
 EPILOG = """\
 example:
   $ shardfit parity train.py train_fsdp2.py --resume-args=--resume -- --save-every 10
-  what                      original  candidate  largest difference             tolerance  verdict
-  loss                       3.01806    3.01806  6.4e-08 (step 12)                7.6e-06  same
-  gradient norm, unclipped   2.46928    2.46928  1.1e-07 (step 11)                6.1e-05  same
-  learning rate             9.95e-04   9.95e-04  0                                1.0e-09  same
-  final weights (44)               —          —  6.3e-07                          3.1e-04  same
-                                                 (blocks.0.attention.qkv.weigh
-                                                 t)
-  resume at 10, 2 ranks      3.01806    3.01806  6.4e-08 (loss, step 12)          7.6e-06  same
-  resume at 10, 4 ranks      3.01806    3.01806  1.1e-07 (loss, step 19)          7.6e-06  same
+  what                      original  candidate  largest difference               tolerance  verdict
+  loss                       3.01806    3.01806  6.4e-08 (step 12)                  7.6e-06  same
+  gradient norm, unclipped   2.46928    2.46928  1.1e-07 (step 11)                  6.1e-05  same
+  learning rate             9.95e-04   9.95e-04  0                                  1.0e-09  same
+  final weights (44)               —          —  6.3e-07                            3.1e-04  same
+                                                 (blocks.0.attention.qkv.weight)
+  resume at 10, 2 ranks      3.01806    3.01806  6.4e-08 (loss, step 12)            7.6e-06  same
+  resume at 10, 4 ranks      3.01806    3.01806  1.1e-07 (loss, step 19)            7.6e-06  same
   ...
   the same: train.py against train_fsdp2.py: 20 steps on 2 ranks, and resumed on 2 and 4 ranks
 
