@@ -54,7 +54,7 @@ class Peak:
 def make_model(dim: int, layers: int):
     import torch.nn as nn
 
-    layer = dict(d_model=dim, nhead=8, dim_feedforward=4 * dim, batch_first=True)
+    layer = {"d_model": dim, "nhead": 8, "dim_feedforward": 4 * dim, "batch_first": True}
     return nn.Sequential(
         nn.Embedding(32000, dim),
         nn.Sequential(*(nn.TransformerEncoderLayer(**layer) for _ in range(layers))),
@@ -153,8 +153,8 @@ def main() -> None:
         if way == WAYS[0]:
             shard = first["weights_bytes"] / args.ranks / mib
             print(
-                f"{first['weights_bytes'] / 4e6:.0f} M parameters, {first['weights_bytes'] / mib:.0f} MiB in fp32; "
-                f"a rank's part {shard:.0f} MiB, the largest parameter {first['largest_bytes'] / mib:.0f} MiB"
+                f"{first['weights_bytes'] / 4e6:.0f} M parameters, {first['weights_bytes'] / mib:.0f} MiB in "
+                f"fp32; a rank's part {shard:.0f} MiB, the largest parameter {first['largest_bytes'] / mib:.0f} MiB"
             )
         peaks = " ".join(f"{r['peak_bytes'] / mib:7.0f}" for r in results)
         print(

@@ -191,3 +191,43 @@ def test_a_partly_written_parameter_is_named():
 
     with pytest.raises(ShardfitError, match=r"weight"):
         filled(on_meta(Partly))
+
+
+class Feedforward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2)
+        )
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tensor_parallel(ranks):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def parallelize(model):
+        for block in model.blocks:
+            styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(block, ranks.mesh["tensor"], styles)
+
+    torch.manual_seed(0)
+    plain = Feedforward()
+    torch.manual_seed(0)
+    model = on_meta(Feedforward)
+    parallelize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shard(model)
+        output = model(torch.ones(4, 64))
+    same = [torch.equal(p.full_tensor(), plain.get_parameter(n)) for n, p in model.named_parameters()]
+    return all(same), torch.allclose(output, plain(torch.ones(4, 64)), atol=1e-5)
+
+
+def test_beside_a_tensor_axis():
+    results = run_ranks(tensor_parallel, world=4, init={"tensor": 2})
+    assert results == [(True, True)] * 4

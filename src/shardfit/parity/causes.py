@@ -73,8 +73,8 @@ def name_resume_causes(
         at = (rates.first_step or begin) - begin
         found.append(
             RULES["SF708"].finding(
-                evidence=f"at step {begin + at} the learning rate is {rates.candidate[at]:.6g} after a resume "
-                f"on {ranks} ranks, {rates.original[at]:.6g} without",
+                evidence=f"at step {begin + at} the learning rate is {rates.candidate[at]:.6g} after a "
+                f"resume on {ranks} ranks, {rates.original[at]:.6g} without",
                 where=Where(step=begin + at),
             )
         )
