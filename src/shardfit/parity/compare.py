@@ -309,7 +309,7 @@ class _Weights:
             if file.exists():
                 self._files[index] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             for part in rank.parts:
-                if part.in_model and math.prod(part.extent) and part.name in self._files.get(index, {}):
+                if part.in_model and math.prod(part.extent) > 0 and part.name in self._files.get(index, {}):
                     place = (*part.offset, *part.extent)
                     self._parts.setdefault(part.name, {}).setdefault(place, (index, part))
 

@@ -270,14 +270,16 @@ def _resume(
         for _ in ticks:
             progress(f"resumed at {at}, {_num(ranks, 'rank')}", again.num_steps, again.num_target)
     recording = again.recording()
+    result = compare(original, recording, rtol=rtol)
     read_nothing = not any(rank.facts.get("reads") for rank in recording.ranks)
-    if read_nothing and not resume_args and all(r.ended in ("finished", "stopped") for r in recording.ranks):
+    ran_well = all(rank.ended in ("finished", "stopped") for rank in recording.ranks)
+    if read_nothing and not resume_args and ran_well and not result.agrees:
         why = (
             f"resume on {_num(ranks, 'rank')} was not checked: the candidate saves, but when it was started "
             "again it read no checkpoint and began at step 0; give --resume-args"
         )
         return _Resumed(ranks, at, again, recording, None, why)
-    return _Resumed(ranks, at, again, recording, compare(original, recording, rtol=rtol))
+    return _Resumed(ranks, at, again, recording, result)
 
 
 def _failure_of(recording: Recording) -> str | None:

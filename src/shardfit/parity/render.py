@@ -60,20 +60,25 @@ def verdict_of(report: Report) -> str:
         return f"could not compare {report.subject}"
     rows = report.data["rows"]
     unchecked = [row["what"] for row in rows if row["verdict"] == "not checked"]
-    num = sum(f.severity != "note" for f in report.findings)
-    if num:
+    if num := sum(f.severity != "note" for f in report.findings):
         differs = [row["what"] for row in rows if row["verdict"] == "differs"]
         what = f"; differs: {', '.join(differs)}" if differs else ""
-        return f"NOT THE SAME: {report.subject}: {num} finding{'s' if num != 1 else ''}{what}"
+        return f"NOT THE SAME: {report.subject}: {_num(num, 'finding')}{what}"
     resumes = [row for row in rows if row["what"].startswith("resume") and row["verdict"] == "same"]
-    resumed = f", and resumed on {' and '.join(str(r['ranks']) for r in report.data['resumes'])} ranks"
+    counts = [r["ranks"] for r in report.data["resumes"]]
+    resumed = f", and resumed on {' and '.join(map(str, counts))} rank{'s' if counts != [1] else ''}"
     tail = f" (not checked: {', '.join(unchecked)})" if unchecked else ""
     if not any(row["what"].startswith("resume") for row in rows):
         tail = " (resume not checked)"
     return (
-        f"the same: {report.subject}: {report.data['steps']} steps on {report.data['ranks']} ranks"
+        f"the same: {report.subject}: {_num(report.data['steps'], 'step')} on "
+        f"{_num(report.data['ranks'], 'rank')}"
         f"{resumed if resumes and not unchecked else ''}{tail}"
     )
+
+
+def _num(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def peak_lines(data: dict[str, Any]) -> list[str]:
