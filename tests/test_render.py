@@ -101,6 +101,12 @@ def test_any_width_and_any_values(width, values):
         assert "\x1b" not in text
 
 
+def test_no_part_of_a_long_path_is_left_out():
+    path = "/home/somebody/" + "deep/" * 20 + "train.py"
+    fault = Finding(code="SF631", severity="error", message="m", evidence=f'File "{path}", line 3')
+    assert path in "".join(shown(report(fault), width=60).split())
+
+
 def test_color_is_for_terminals_without_no_color(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     options = {"force_terminal": True, "color_system": "standard", "legacy_windows": False}
@@ -207,6 +213,18 @@ def test_page_has_curves_of_both_and_their_differences():
             x, y = map(float, point.split(","))
             assert 0 <= x <= 720
             assert 0 <= y <= 240
+
+
+@pytest.mark.parametrize(("scale", "is_above"), [(1.001, True), (1 + 1e-7, False)])
+def test_differences_are_drawn_on_their_side_of_the_tolerance(scale, is_above):
+    page = Page(page_of(report(scale=scale)))
+    limits = [float(attrs["y1"]) for attrs in page.all("line") if "stroke-dasharray" in attrs]
+    assert len(limits) == 2
+    # Of each quantity: original, candidate, resumed, then the differences of the last two.
+    for at, limit in zip((3, 8), limits, strict=True):
+        points = page.all("polyline")[at]["points"].split()
+        assert len(points) == STEPS
+        assert all((float(point.split(",")[1]) < limit) == is_above for point in points)
 
 
 def test_page_escapes_all_that_is_not_ours():

@@ -160,6 +160,8 @@ def _print_finding(finding: Finding, console: Console) -> None:
     for label, text in (("seen", finding.evidence), ("do", finding.fix)):
         if text:
             grid = Table.grid(padding=(0, 1, 0, 0))
+            grid.add_column(no_wrap=True)
+            grid.add_column(overflow="fold")
             grid.add_row(Text(f"  {label + ':':5}"), Text(text))
             console.print(grid)
     console.print()
