@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 
 import numpy as np
@@ -69,6 +68,11 @@ class Contrary(nn.Module):
             nn.init.kaiming_normal_(self.conditional.weight)
         self.loaded = nn.Linear(64, 64)
         self.loaded.load_state_dict({"weight": torch.eye(64), "bias": torch.ones(64)})
+        self.masked = nn.Parameter(torch.randn(60, 60))
+        with torch.no_grad():
+            self.masked[self.masked > 0.5] = 0.25
+            self.masked.masked_fill_(self.masked < -1, -1.0)
+            self.masked[torch.tensor([1, 5])] = torch.ones(60)
         self.apply(self._init_weights)
         self.truncated.weight.is_special = True
 
@@ -384,4 +388,38 @@ def test_rejection_sampling_is_not_replayed_from_its_start():
     finally:
         tape.Tape._run_again = original
     assert 0 < num_ops < 1000
-    assert math.isfinite(num_ops)
+
+
+def test_a_buffer_that_two_modules_hold_stays_one():
+    with deferred():
+        model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        mask = torch.ones(80, 80).tril()
+        for child in model:
+            child.register_buffer("mask", mask, persistent=False)
+    materialize(model, take_recording(model), device=torch.device("cpu"))
+    assert model[0].mask is model[1].mask
+    assert torch.equal(model[0].mask, torch.ones(80, 80).tril())
+
+
+def test_a_constructor_that_chooses_a_device_is_warned_of():
+    from shardfit.train.tape import Tape
+
+    with pytest.warns(UserWarning, match="Leave the device to shard"):
+        Tape(min_numel=0)._warn_of_device(torch.device("cuda"))
+    Tape(min_numel=0)._warn_of_device(torch.device("cpu"))  # and nothing here
+
+
+def other_arguments(ranks):
+    torch.manual_seed(0)
+    with deferred():
+        model = nn.Linear(64, 64)
+        nn.init.normal_(model.weight, std=0.02 * (1 + ranks.rank))
+    try:
+        shard(model)
+    except ShardfitError as error:
+        return error.code
+    return None
+
+
+def test_other_arguments_on_other_ranks_are_refused():
+    assert run_ranks(other_arguments) == ["SF205"] * 2

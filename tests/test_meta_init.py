@@ -193,6 +193,22 @@ def test_a_partly_written_parameter_is_named():
         filled(on_meta(Partly))
 
 
+def test_a_copy_of_something_unwritten_is_not_written():
+    class Copies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(8, 8))
+            self.other = nn.Parameter(torch.empty(8, 8))
+
+        def reset_parameters(self):
+            with torch.no_grad():
+                self.weight.copy_(torch.empty(8, 8).to(torch.float64))
+                self.other.copy_(torch.ones(8, 8))
+
+    with pytest.raises(ShardfitError, match="1 of 2: weight"):
+        filled(on_meta(Copies))
+
+
 class Feedforward(nn.Module):
     def __init__(self):
         super().__init__()

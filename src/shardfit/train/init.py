@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,9 +17,6 @@ from torch.overrides import TorchFunctionMode
 from shardfit import _torch
 from shardfit.train.heap import returning_memory
 from shardfit.train.tape import Tape, View
-
-if TYPE_CHECKING:
-    pass
 
 # Tensors up to this size are made for real: they cost less than their record.
 MIN_NUMEL = 2048
@@ -148,6 +145,7 @@ def take_recording(model: nn.Module) -> Recording | None:
     _warn_of_unwritten(model)
     sources: dict[str, tuple[Tape, View]] = {}
     replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             tape = _tape_of(parameter)
@@ -159,7 +157,9 @@ def take_recording(model: nn.Module) -> Recording | None:
                 setattr(module, name, replaced[id(parameter)][1])
         for name, value in [*module.named_buffers(recurse=False), *vars(module).items()]:
             if (tape := _tape_of(value)) is not None and not isinstance(value, nn.Parameter):
-                setattr(module, name, tape.value(tape.view_of(value)))
+                if id(value) not in made:  # one that several modules hold stays one
+                    made[id(value)] = (value, tape.value(tape.view_of(value)))
+                setattr(module, name, made[id(value)][1])
     return Recording(sources)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from shardfit import _torch
 from shardfit.errors import ShardfitError
@@ -45,13 +46,16 @@ def materialize(model: nn.Module, recording: Recording | None, *, device: torch.
                 _torch.local_of(parameter).copy_(part)
             elif parameter.device != device:
                 parameter.data = parameter.data.to(device)
+        moved: dict[int, tuple[Tensor, Tensor]] = {}
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                path = f"{prefix}.{name}".lstrip(".")
-                if buffer.is_meta:
-                    assert recording is not None
-                    buffer = recording.value(path)
-                setattr(module, name, buffer.to(device))
+                if id(buffer) not in moved:
+                    value = buffer
+                    if buffer.is_meta:
+                        assert recording is not None
+                        value = recording.value(f"{prefix}.{name}".lstrip("."))
+                    moved[id(buffer)] = (buffer, value.to(device))
+                setattr(module, name, moved[id(buffer)][1])
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> None:

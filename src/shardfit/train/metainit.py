@@ -20,8 +20,8 @@ def record_initialisation(model: nn.Module) -> Recording:
 
     In this order: `reset_parameters()` (and `reset_buffers()`) of each module that holds meta
     tensors itself, in the order in which torch's own constructors run it; then the root's
-    `_init_weights(module)` applied to each module, else the root's `init_weights()`, else
-    the `init_weights()` of the outermost modules that have it. What a constructor did beyond
+    `_init_weights(module)` applied to each module; then the `init_weights()` of the outermost
+    modules that have it, which is the root's if it has one. What a constructor did beyond
     these is lost with a meta build: `deferred()` keeps it.
 
     The model is as it was afterwards, also when this raises.
@@ -86,7 +86,6 @@ def _reset(holders: list[nn.Module]) -> None:
 def _initialise(model: nn.Module) -> None:
     if (each := _method(model, "_init_weights", 1)) is not None:
         model.apply(each)
-        return
     done: list[nn.Module] = []
     for module in model.modules():
         if any(module in inner.modules() for inner in done):

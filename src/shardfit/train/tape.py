@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Tape:
         # The last forced read: operators that it ran, and what they left. A loop that reads a
         # value in each turn (rejection sampling) goes on from there.
         self._forced: tuple[set[int], dict[int, torch.UntypedStorage]] = (set(), {})
+        self._has_warned = False
 
     # Recording
 
@@ -153,7 +155,10 @@ class Tape:
     def _is_large(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a factory makes more than `min_numel` elements on the CPU."""
         device = kwargs.get("device")
-        if function.namespace != "aten" or (device is not None and torch.device(device).type != "cpu"):
+        if function.namespace != "aten":
+            return False
+        if device is not None and torch.device(device).type != "cpu":
+            self._warn_of_device(torch.device(device))
             return False
         try:
             with _torch.inferring(self.fakes):
@@ -162,9 +167,21 @@ class Tape:
             return False
         return sum(t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)) > self.min_numel
 
+    def _warn_of_device(self, device: torch.device) -> None:
+        if device.type in ("cpu", "meta") or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the constructor puts tensors on {device}: those made there are built plainly, whole on each rank, "
+            "and deferred ones stay for shard() to place, with draws from the CPU's generator. Leave the "
+            "device to shard().",
+            stacklevel=2,
+        )
+
     def _defer(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         if function is aten._to_copy.default and kwargs.get("device") is not None:
             # Where the weights go is decided when they are written.
+            self._warn_of_device(torch.device(kwargs["device"]))
             kwargs = {**kwargs, "device": torch.device("cpu")}
         generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
@@ -173,12 +190,15 @@ class Tape:
             with _torch.inferring(self.fakes):
                 result = function(*args, **kwargs)
         except _torch.FAKE_NEEDS_VALUES:
-            return self._run(function, args, kwargs)
+            result = None
         written = [args[i] for i in _torch.written_positions(function) if i < len(args)]
         written += [kwargs[name] for name in _torch.written_arguments(function) if name in kwargs]
         written = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
-        if any(not self.owns(tensor) for tensor in written):
-            return self._run(function, args, kwargs)  # a real tensor takes deferred values
+        if any(not self.owns(tensor) for tensor in written) or (result is None and not written):
+            # A real tensor takes deferred values, or Python asks for one.
+            return self._run(function, args, kwargs)
+        if result is None:  # in place, where a mask says (w[w > 0] = 1): it returns what it writes
+            result = written[0]
         outputs = [leaf if self.owns(leaf) else None for leaf in tree_leaves(result)]
         fresh = [o for o in outputs if o is not None and _torch.storage_key(o) not in self._storages]
         if not written and not fresh:
@@ -280,7 +300,9 @@ class Tape:
         elements that show (NaN, or a pattern of bits), which stand where nothing has written.
         """
         writers = [self._ops[i] for i in self._writers[view.storage]]
-        if writers[0].function not in _UNWRITTEN_FACTORIES or any(op.overwrites for op in writers):
+        # By an operator that reads no deferred tensor, which might itself be unwritten.
+        made = [] if writers[0].function in _UNWRITTEN_FACTORIES else writers[:1]
+        if any(not op.reads for op in [*made, *(op for op in writers if op.overwrites)]):
             return True
         if not self.is_written(view):
             return False
@@ -291,7 +313,7 @@ class Tape:
         """Equal for the same operators in the same order, with the same generator states."""
         hasher = hashlib.sha256()
         for op in self._ops:
-            hasher.update(str(op.function).encode())
+            hasher.update(f"{op.function} {tree_map(_outline, (op.args, op.kwargs))}".encode())
             if op.random_state is not None:
                 hasher.update(op.random_state.numpy().tobytes())
         return hasher.hexdigest()
@@ -354,6 +376,17 @@ class Tape:
                 needed.add(index)
                 waiting += [(read, index) for read in self._ops[index].reads]
         return sorted(needed)
+
+
+def _outline(value: Any) -> Any:
+    """An argument without what differs from process to process."""
+    if isinstance(value, View):
+        return value.dtype, value.size, value.stride, value.offset
+    if isinstance(value, _Watched):
+        return value.tensor.dtype, tuple(value.tensor.shape)
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _look(storages: dict[int, torch.UntypedStorage], view: View) -> Tensor:
