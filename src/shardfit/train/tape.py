@@ -172,8 +172,8 @@ class Tape:
             return
         self._has_warned = True
         warnings.warn(
-            f"the constructor puts tensors on {device}: those made there are built plainly, whole on each rank, "
-            "and deferred ones stay for shard() to place, with draws from the CPU's generator. Leave the "
+            f"the constructor puts tensors on {device}: those made there are built plainly, whole on each "
+            "rank, and deferred ones stay for shard() to place, with the CPU's draws. Leave the "
             "device to shard().",
             stacklevel=2,
         )
