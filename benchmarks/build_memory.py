@@ -154,7 +154,7 @@ def main() -> None:
             shard = first["weights_bytes"] / args.ranks / mib
             print(
                 f"{first['weights_bytes'] / 4e6:.0f} M parameters, {first['weights_bytes'] / mib:.0f} MiB in "
-                f"fp32; a rank's part {shard:.0f} MiB, largest parameter {first['largest_bytes'] / mib:.0f} MiB"
+                f"fp32; a rank's part {shard:.0f} MiB, largest {first['largest_bytes'] / mib:.0f} MiB"
             )
         peaks = " ".join(f"{r['peak_bytes'] / mib:7.0f}" for r in results)
         print(
