@@ -170,7 +170,8 @@ def _print_finding(finding: Finding, console: Console) -> None:
 def _print_failure(report: Report, console: Console) -> None:
     failure = report.data["failure"]
     console.print(Text(f"{failure['script']} could not be recorded: {failure['what']}", style="bold red"))
-    console.print(Text(_tail(failure["trace"], _TRACE_LINES)))
+    # Paths are to be copied whole: no line is broken.
+    console.print(Text(_tail(failure["trace"], _TRACE_LINES)), soft_wrap=True)
     console.print(Text(verdict_of(report), style="bold red"))
 
 
