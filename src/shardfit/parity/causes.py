@@ -53,6 +53,8 @@ def name_resume_causes(
         return (failed,)
     if comparison.agrees:
         return ()
+    if comparison.num_steps == 0:
+        return (_unexplained(resumed, comparison),)
     begin = resumed.ranks[0].first_step
     where = Where(step=begin)
     ranks = len(resumed.ranks)
@@ -99,8 +101,8 @@ def name_resume_causes(
                 where=where,
             ),
         )
-    if losses.agrees or _first(losses) != begin:
-        first = comparison.first_step if comparison.first_step is not None else begin
+    first = comparison.first_step
+    if first is not None and first > begin:
         return (
             RULES["SF704"].finding(
                 evidence=f"step {begin} has the right loss and gradient; after its update step {first} is "

@@ -15,6 +15,11 @@ EPSILON = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float
 _LOSS_ROUNDINGS = 128
 _GRADIENT_ROUNDINGS = 1024
 _RATE = 1e-9
+# In low precision the counts above would let a factor of two pass. A right run in bf16 is within
+# a few roundings of a loss, which is a mean over many; a wrong factor is at 0.3 and more.
+_LARGEST_LOSS = 0.02
+_LARGEST_GRADIENT = 0.1
+_LARGEST_WEIGHT = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,7 @@ class Tolerance:
         by the whole learning rate, in either direction. So 2 % of the path is allowed, and roundings
         of the value itself. (A wrong state or factor moves most elements by much of the path.)
         """
-        return 0.02 * self.path + 64 * EPSILON[self.dtype] * max(largest, 1e-3)
+        return 0.02 * self.path + min(64 * EPSILON[self.dtype], _LARGEST_WEIGHT) * max(largest, 1e-3)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -67,8 +72,8 @@ def tolerance_for(original: Recording, candidate: Recording, *, rtol: float | No
     epsilon = EPSILON[dtype]
     rates = [step.lr for rank in original.ranks[:1] for step in rank.steps]
     return Tolerance(
-        loss=rtol if rtol is not None else _LOSS_ROUNDINGS * epsilon,
-        gradient=rtol if rtol is not None else _GRADIENT_ROUNDINGS * epsilon,
+        loss=rtol if rtol is not None else min(_LOSS_ROUNDINGS * epsilon, _LARGEST_LOSS),
+        gradient=rtol if rtol is not None else min(_GRADIENT_ROUNDINGS * epsilon, _LARGEST_GRADIENT),
         rate=_RATE,
         path=sum(max(step, default=0.0) for step in rates),
         dtype=dtype,
