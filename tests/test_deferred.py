@@ -434,3 +434,30 @@ def other_arguments(ranks):
 
 def test_other_arguments_on_other_ranks_are_refused():
     assert run_ranks(other_arguments) == ["SF205"] * 2
+
+
+@pytest.mark.parametrize(
+    "draw", ["bernoulli_", "geometric_", "log_normal_", "cauchy_", "random_", "exponential_"]
+)
+def test_values_read_after_any_random_fill_are_the_real_ones(draw):
+    """A fill also runs on scratch, for the generator: that must not reach what is read or replayed."""
+
+    def sample():
+        values = torch.zeros(60, 60)
+        arguments = {"bernoulli_": (0.5,), "geometric_": (0.5,), "random_": (3, 90)}.get(draw, ())
+        before = values.sum().item()
+        getattr(values, draw)(*arguments)
+        getattr(values[:7], draw)(*arguments)  # a part of it
+        return values, before, values.sum().item(), torch.bernoulli(values.clamp(0, 1)).sum().item()
+
+    torch.manual_seed(0)
+    plain = sample()
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    with deferred():
+        model = nn.Module()
+        values, *numbers = sample()
+        model.weight = nn.Parameter(values)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert numbers == list(plain[1:])
+    assert torch.equal(take_recording(model).value("weight"), plain[0])

@@ -160,6 +160,8 @@ def take_recording(model: nn.Module) -> Recording | None:
                 if id(value) not in made:  # one that several modules hold stays one
                     made[id(value)] = (value, tape.value(tape.view_of(value)))
                 setattr(module, name, made[id(value)][1])
+    for tape, _ in sources.values():
+        tape.forget_reads()
     return Recording(sources)
 
 

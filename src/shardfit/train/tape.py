@@ -30,6 +30,13 @@ _OVERWRITES = frozenset(
         aten.normal_.default,
         aten.uniform_.default,
         aten.random_.default,
+        getattr(aten.random_, "from"),
+        aten.random_.to,
+        aten.bernoulli_.float,
+        aten.bernoulli_.Tensor,
+        aten.geometric_.default,
+        aten.log_normal_.default,
+        aten.cauchy_.default,
         aten.exponential_.default,
         aten.fill_.Scalar,
         aten.fill_.Tensor,
@@ -203,9 +210,9 @@ class Tape:
         fresh = [o for o in outputs if o is not None and _torch.storage_key(o) not in self._storages]
         if not written and not fresh:
             return result  # a view
-        self._keep(function, args, kwargs, outputs, written, fresh, state, generator is not None)
         if is_random:
             self._advance(function, args, kwargs)
+        self._keep(function, args, kwargs, outputs, written, fresh, state, generator is not None)
         return result
 
     def _keep(
@@ -281,7 +288,8 @@ class Tape:
                 return value
             if id(value) in target and function in _OVERWRITES:
                 return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-            return self._real(value)
+            real = self._real(value)
+            return real.clone() if id(value) in target else real
 
         scratch_args, scratch_kwargs = tree_map(scratch, (tuple(args), kwargs))
         with torch.no_grad():
