@@ -10,6 +10,7 @@ import torch
 
 from shardfit.parity.causes import name_resume_causes
 from shardfit.parity.compare import compare, find_drift, relative, step_losses, step_norms, tensor_norms
+from shardfit.parity.doubts import doubts_of, name_recorder_failure
 from shardfit.parity.recording import Part, RankRecord, Recording, Step
 from shardfit.parity.tolerance import tolerance_for
 
@@ -216,3 +217,28 @@ def test_tolerance_follows_the_least_precise_dtype_and_the_rates():
     given = tolerance_for(single([1.0]), single([1.0]), rtol=0.5)
     assert (given.loss, given.gradient) == (0.5, 0.5)
     assert all(sentence for sentence in given.sentences)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"draws": "own", "draws_why": "inputs differ"}, "inputs differ"),
+        ({"exchange_broken": "rank 1 did not come"}, "rank 1 did not come"),
+        ({"saved_outside": ["/elsewhere/a.pt"]}, "/elsewhere/a.pt"),
+    ],
+)
+def test_doubts_are_said(facts, words):
+    run = double([(1.0,)], [(1.0,)])
+    assert doubts_of("candidate", run) == []
+    doubtful = dataclasses.replace(run, ranks=(run.ranks[0], dataclasses.replace(run.ranks[1], facts=facts)))
+    [sentence] = doubts_of("candidate", doubtful)
+    assert words in sentence
+
+
+def test_a_failure_of_the_recorder_is_never_clean():
+    run = double([(1.0,)], [(1.0,)])
+    assert name_recorder_failure("candidate", run) is None
+    failed = dataclasses.replace(run.ranks[1], facts={"recorder_error": "KeyError: 3"})
+    finding = name_recorder_failure("candidate", dataclasses.replace(run, ranks=(run.ranks[0], failed)))
+    assert finding.severity == "error"
+    assert "KeyError: 3" in finding.evidence

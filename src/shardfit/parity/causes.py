@@ -102,7 +102,8 @@ def name_resume_causes(
             ),
         )
     first = comparison.first_step
-    if first is not None and first > begin:
+    # The first update after the resume goes wrong on the right gradient and the right inputs.
+    if first == begin + 1 and _same_inputs(candidate, resumed, first) is not False:
         return (
             RULES["SF704"].finding(
                 evidence=f"step {begin} has the right loss and gradient; after its update step {first} is "
@@ -354,12 +355,12 @@ def _same_generator(original: Recording, resumed: Recording, begin: int) -> bool
     return not (ours and index < len(theirs)) or theirs[index] == ours[0]
 
 
-def _same_inputs(candidate: Recording, resumed: Recording, begin: int) -> bool | None:
-    """Whether the resumed run's first step has the candidate's inputs. None at another world size."""
+def _same_inputs(candidate: Recording, resumed: Recording, step: int) -> bool | None:
+    """Whether a step of the resumed run has the candidate's inputs. None at another world size."""
     if len(candidate.ranks) != len(resumed.ranks):
         return None
     return all(
-        a.steps[begin - a.first_step].inputs == b.steps[0].inputs
+        a.steps[step - a.first_step].inputs == b.steps[step - b.first_step].inputs
         for a, b in zip(candidate.ranks, resumed.ranks, strict=True)
     )
 

@@ -14,6 +14,7 @@ from shardfit.errors import ShardfitError
 from shardfit.findings import Finding, Report, Where
 from shardfit.parity.causes import name_causes, name_resume_causes
 from shardfit.parity.compare import Comparison, compare
+from shardfit.parity.doubts import doubts_of, name_recorder_failure
 from shardfit.parity.recording import Recording
 from shardfit.parity.run import (
     TIMEOUT_SECONDS,
@@ -148,6 +149,12 @@ def prove(
                 else:
                     causes = name_resume_causes(first, second, resumed.recording, resumed.comparison)
                     findings += _new(_read_at_home(causes, resumed.run), findings)
+        recordings = {"original": first, "candidate": second}
+        recordings |= {f"candidate resumed on {_num(r.ranks, 'rank')}": r.recording for r in resumes}
+        for label, recording in recordings.items():
+            sentences += doubts_of(label, recording)
+            if (failure := name_recorder_failure(label, recording)) is not None:
+                findings.append(failure)
         findings += _unnamed(comparison, ran_well, resumes, findings)
         findings.sort(key=lambda f: ("error", "warning", "note").index(f.severity))
         return Report(
