@@ -159,6 +159,51 @@ def test_cuda_asked_for_where_there_is_none(gpus):
         pick_device(Launch("none"), "cuda")
 
 
+class Uuid:
+    def __init__(self, uuid):
+        self.uuid = uuid
+
+
+@pytest.mark.parametrize(("other", "is_shared"), [("GPU-a", True), ("GPU-b", False)])
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch, other, is_shared):
+    """Each is shown one GPU as cuda:0: only its name tells whether they are two."""
+    from shardfit.train import launch
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Uuid("GPU-a"))
+    store = torch.distributed.HashStore()
+    store.set("device/1", f"{socket.gethostname()}/{other}")
+    arguments = (store, Launch("torchrun", 0, 2, 0), torch.device("cuda", 0))
+    if not is_shared:
+        launch._refuse_shared_devices(*arguments)
+        return
+    with pytest.raises(ShardfitError, match=r"SF102(.|\n)*ranks 0 and 1 are both on"):
+        launch._refuse_shared_devices(*arguments)
+
+
+def test_with_a_gpu_the_group_is_nccl_on_that_device(monkeypatch):
+    from shardfit.train import launch
+
+    class SeenError(Exception):
+        pass
+
+    seen = {}
+
+    def init(backend, **arguments):
+        seen.update(arguments, backend=backend)
+        raise SeenError
+
+    chosen = []
+    monkeypatch.setattr(launch, "pick_device", lambda *_: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(launch.dist, "init_process_group", init)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SeenError):
+        shardfit.init_distributed()
+    assert chosen == [seen["device_id"]] == [torch.device("cuda", 3)]
+    assert seen["backend"] == "cpu:gloo,cuda:nccl"
+
+
 def test_no_launcher(script):
     file = script("""
         ranks = shardfit.init_distributed()

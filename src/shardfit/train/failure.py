@@ -27,9 +27,11 @@ class FailureWatch:
     (NCCL), or fails with a broken connection that hides the cause (gloo).
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self._store = store
         self._rank = rank
+        # One process serves the store: thousands of ranks ask it as often, together, as a few hundred do.
+        self._poll_seconds = _POLL_SECONDS * max(1.0, world / 256)
         self._stopped = threading.Event()
         self._end_expected = False
         # A store's client serves one call at a time: the thread needs a connection of its own.
@@ -75,7 +77,7 @@ class FailureWatch:
             except BaseException as raised:
                 get_error_handler().record_exception(raised)
             # This process may host the store: the others must have read in it who failed.
-            time.sleep(3 * _POLL_SECONDS)
+            time.sleep(3 * self._poll_seconds)
         else:
             last = traceback.format_exception_only(kind, error)[-1].strip()
             print(f"[rank {self._rank}] ended after rank {first} failed ({last[:200]})", file=sys.stderr)
@@ -90,7 +92,7 @@ class FailureWatch:
             return None
 
     def _poll(self) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
+        while not self._stopped.wait(self._poll_seconds):
             try:
                 if not self._thread_store.check([_FAILED]):
                     continue

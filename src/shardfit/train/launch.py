@@ -106,7 +106,7 @@ def init_distributed(
     and gloo for the CPU's, otherwise gloo. A group that the script has already made is
     used as it is.
 
-    From here on an exception that ends one rank ends the others too, within a second, and
+    From here on an exception that ends one rank ends the others too, within seconds, and
     only the first one is shown. End the script with `shutdown()`.
 
     Args:
@@ -138,7 +138,7 @@ def init_distributed(
         store = _join_store(launch, start_timeout_seconds)
         if launch.world > 1:
             # From here on: a rank that fails while others still look for it must end them too.
-            watch = FailureWatch(store, launch.rank)
+            watch = FailureWatch(store, launch.rank, launch.world)
             watch.start()
         if place.type == "cuda" and launch.world > 1:
             _refuse_shared_devices(store, launch, place)
