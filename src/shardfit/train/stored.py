@@ -42,15 +42,21 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def row_bytes(self) -> int: ...
     def read(self, first: int, last: int) -> torch.Tensor:
         """Rows from `first` to `last` (not included), on the CPU."""
 
     def read_into(self, target: torch.Tensor, first: int) -> None:
         """Fill `target`, contiguous and of the same dtype on the CPU, with the rows from `first` on."""
+
+
+def num_rows(entry: Stored) -> int:
+    """Rows of a stored tensor."""
+    return entry.shape[0] if entry.shape else 1
+
+
+def row_bytes(entry: Stored) -> int:
+    """Bytes of one of its rows."""
+    return math.prod(entry.shape[1:]) * entry.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,6 @@ class _InSafetensors:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, first: int, last: int) -> torch.Tensor:
         rows = torch.empty((last - first, *self.shape[1:]) if self.shape else (), dtype=self.dtype)
@@ -77,7 +75,7 @@ class _InSafetensors:
         if target.numel() == 0:
             return
         room = memoryview(target.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        at = self.offset + first * self.row_bytes
+        at = self.offset + first * row_bytes(self)
         with self.file.open("rb", buffering=0) as stream:
             while room:
                 count = os.preadv(stream.fileno(), [room], at)
@@ -99,14 +97,6 @@ class _InMemory:
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, first: int, last: int) -> torch.Tensor:
         return self.tensor.detach()[first:last] if self.shape else self.tensor.detach()

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardfit.errors import ShardfitError
-from shardfit.train.stored import Stored, open_weights
+from shardfit.train.stored import Stored, num_rows, open_weights, row_bytes
 
 # Read at a time where the file's dtype or device is not the shard's.
 STAGE_BYTES = 64 * 2**20
@@ -231,7 +231,7 @@ def _split_by_rows(tensor: DTensor) -> bool:
 @torch.no_grad()
 def _write(tensor: torch.Tensor, entry: Stored) -> None:
     if isinstance(tensor, DTensor) and not _split_by_rows(tensor):
-        whole = entry.read(0, entry.num_rows).to(tensor.device, tensor.dtype)
+        whole = entry.read(0, num_rows(entry)).to(tensor.device, tensor.dtype)
         mine = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.to_local().copy_(mine.to_local())
         return
@@ -246,6 +246,6 @@ def _write(tensor: torch.Tensor, entry: Stored) -> None:
 
 
 def _stages(first: int, last: int, entry: Stored) -> Iterator[tuple[int, int]]:
-    step = max(1, STAGE_BYTES // max(1, entry.row_bytes))
+    step = max(1, STAGE_BYTES // max(1, row_bytes(entry)))
     for start in range(first, last, step):
         yield start, min(start + step, last)
